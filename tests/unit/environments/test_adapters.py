@@ -16,6 +16,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,8 +66,8 @@ def play(config: EnvironmentConfig, row: dict[str, Any], *answers: str) -> tuple
             messages = await playing.reset(row)
             return messages, [await playing.step(answer) for answer in answers], await playing.end()
 
-    with EnvironmentPool(config) as pool:
-        return asyncio.run(asyncio.wait_for(episode(), DEADLINE_S))
+    with EnvironmentPool(replace(config, time_limit_s=DEADLINE_S)) as pool:  # a call may start several processes
+        return asyncio.run(asyncio.wait_for(episode(), 2 * DEADLINE_S))
 
 
 def texts(steps: list[Step]) -> list[str]:

@@ -15,7 +15,8 @@ from megarl.environments.base import Environment, Step
 class Count(Environment):
     """Says numbers from the row's `from` on; the episode is done when the answer is the row's `answer`.
 
-    The row's `fault` makes it fail in `step`, and its `close` in `close`, which writes to the file `mark`.
+    The row's `fault` makes it fail in `step`, and its `close` in `close`, which writes to the file `mark`. A step that
+    hangs makes the file `begun` first.
     """
 
     row: dict[str, Any] = {}  # noqa: RUF012
@@ -37,6 +38,8 @@ class Count(Environment):
         self.number += 1
         fault = self.row.get("fault")
         if fault == "hang":
+            if "begun" in self.row:
+                Path(self.row["begun"]).touch()
             time.sleep(10_000)
         if fault == "exit":
             os._exit(3)

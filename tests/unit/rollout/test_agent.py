@@ -20,6 +20,7 @@ from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.transcript import MIN_ANSWER, prompt_ids
 from megarl.rollout.workflows.agent import AgentConfig, AgentWorkflow, agent_of
+from tests.clocks import put_forward
 
 
 class Post:
@@ -138,13 +139,19 @@ def test_an_agent_that_never_asks_is_counted_and_stops_the_run_instead_of_being_
 def test_an_agent_that_hangs_or_exits_costs_its_own_sample(say: Any, tokenizer: Any, caplog: Any, kind: str) -> None:
     released = threading.Event()
     runs: list[int] = []
+    ended: list[int] = []
 
-    async def first_hangs(base_url: str, api_key: str, data: dict[str, Any]) -> float:
+    async def last_hangs(base_url: str, api_key: str, data: dict[str, Any]) -> float:
         async with Post(f"{base_url}/chat/completions", {"messages": data["messages"]}, api_key):
             runs.append(1)
             number = len(runs)
-        if number == 1:
-            await asyncio.sleep(3600)
+        if number < 3:
+            ended.append(number)
+            return 1.0
+        while len(ended) < 2:
+            await asyncio.sleep(0.01)
+        put_forward(engine._thread.loop, 700.0)
+        await asyncio.sleep(3600)
         return 1.0
 
     def first_hangs_second_exits(base_url: str, api_key: str, data: dict[str, Any]) -> float:
@@ -152,21 +159,23 @@ def test_an_agent_that_hangs_or_exits_costs_its_own_sample(say: Any, tokenizer: 
         client.chat.completions.create(model="policy", messages=data["messages"])
         runs.append(1)
         if len(runs) == 1:
+            put_forward(engine._thread.loop, 700.0)
             released.wait(300)
         if len(runs) == 2:
             raise SystemExit(3)
         return 1.0
 
-    agent = first_hangs if kind == "async" else first_hangs_second_exits
+    agent = last_hangs if kind == "async" else first_hangs_second_exits
     # One thread: the second run starts when the first one's time is up, and has all of its own time.
-    config = AgentConfig(time_limit_s=15.0, max_threads=1)
+    config = AgentConfig(time_limit_s=600.0, max_threads=1)
     workflow = AgentWorkflow(agent, GCONFIG.new(n_samples=3), tokenizer, config)
+    engine = say(lambda *_: "7")
     try:
-        batch = say(lambda *_: "7").rollout_batch([DATA], workflow)
+        batch = engine.rollout_batch([DATA], workflow)
     finally:
         released.set()
     assert batch["rewards"].tolist() == [1.0] * (2 if kind == "async" else 1)
-    assert "it took longer than rollout.agent.time_limit_s=15" in caplog.text
+    assert "it took longer than rollout.agent.time_limit_s=600" in caplog.text
     assert ("SystemExit(3)" in caplog.text) == (kind == "sync")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megarl.knobs import UserError
+from megarl.rollout import bounded_staleness
 from megarl.rollout.api import GenerationError, InferenceEngine, RequestRefused, RolloutWorkflow
 from megarl.rollout.bounded_staleness import RolloutStream, StreamLimits
 from megarl.rollout.executor import LoopThread, WorkflowError
 from megarl.types import ORIGIN, Episode, ModelRequest, ModelResponse
+from tests.clocks import put_forward
 
 
 class Loader:
@@ -88,7 +92,7 @@ class Clocked(RolloutWorkflow):
         }
 
 
-LIMITS = StreamLimits(max_head_offpolicyness=1, episode_timeout_s=60.0, max_requeues=2, max_failures=3)
+LIMITS = StreamLimits(max_head_offpolicyness=1, episode_timeout_s=600.0, max_requeues=2, max_failures=3)
 
 
 @pytest.fixture
@@ -102,7 +106,7 @@ def begin(
     thread: LoopThread, engine: Engine, staleness: int, batch_size: int, state: Any = None, **options: Any
 ) -> tuple[RolloutStream, Clocked]:
     workflow = Clocked(engine)
-    limits = StreamLimits(staleness, options.pop("timeout_s", 60.0), 2, options.pop("max_failures", 1000))
+    limits = StreamLimits(staleness, options.pop("timeout_s", 600.0), 2, options.pop("max_failures", 1000))
     loader = Loader(options.pop("size", 10_000), batch_size)
     stream = RolloutStream(engine, thread, loader, workflow, limits, batch_size=batch_size, **options)
     if state is not None:
@@ -133,7 +137,7 @@ def step(
                 await asyncio.sleep(0)
         return await batch
 
-    return thread.run(drive(), 60.0, "a step")
+    return thread.run(drive(), 300.0, "a step")
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
@@ -208,7 +212,7 @@ def test_the_rate_of_sampling_counts_the_time_in_which_episodes_are_under_way(
         await batch
 
     for seconds in (4.0, 0.5):
-        thread.run(one_batch(seconds), 60.0, "a batch")
+        thread.run(one_batch(seconds), 300.0, "a batch")
         assert stream.sampled == (2, seconds)  # an episode has one trained token
         now += 100.0  # training, while nothing may be sampled
         engine.version += 1
@@ -251,11 +255,16 @@ def test_refused_groups_are_replaced_or_leave_the_batch_smaller(thread: LoopThre
         thread.cancel_all()
 
 
-def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) -> None:
+def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(monotonic=lambda: thread.loop.time(), perf_counter=time.perf_counter)
+    monkeypatch.setattr(bounded_staleness, "time", clock)
     engine = Engine()
-    stream, workflow = begin(thread, engine, 0, 1, timeout_s=5.0)  # a late second episode ends within it
+    stream, workflow = begin(thread, engine, 0, 1, timeout_s=600.0)
 
     async def let_the_second_end() -> None:
+        while 0 not in workflow.open:
+            await asyncio.sleep(0.01)
+        put_forward(thread.loop, 700.0)
         while 1 not in workflow.open:
             await asyncio.sleep(0.01)
         workflow.open[1].set_result(1.0)
@@ -267,7 +276,7 @@ def test_an_episode_out_of_time_is_rejected_with_its_time(thread: LoopThread) ->
     assert late == "0"
     took = re.fullmatch(r"timed out after (\d+) s", reason)
     assert took is not None, reason
-    assert int(took[1]) >= 5  # more on a busy machine
+    assert int(took[1]) >= 700  # more on a busy machine
     thread.cancel_all()
 
 
@@ -316,10 +325,20 @@ def ends(thread: LoopThread, workflow: Clocked, number: int, outcome: Any) -> No
     thread.run(end(), 300.0, "an episode's end")
 
 
+def await_start(thread: LoopThread, stream: RolloutStream) -> None:
+    """Waits until the episodes that the stream has under way have begun."""
+
+    async def begun() -> None:
+        while not stream._under_way.keys() <= stream.workflow.open.keys():  # type: ignore[attr-defined]
+            await asyncio.sleep(0.001)
+
+    thread.run(begun(), 300.0, "the start of episodes")
+
+
 def started(thread: LoopThread, stream: RolloutStream) -> Any:
     """Begins to wait for a batch, with its episodes started."""
     batch = thread.submit(stream._next_batch())
-    thread.run(asyncio.sleep(0.05), 300.0, "the start")
+    await_start(thread, stream)
     return batch
 
 
@@ -347,7 +366,7 @@ def test_a_requeued_prompt_runs_next_at_the_trainers_version_and_as_often_as_all
     assert [e.prompt_id for e in batch.result(300)] == ["0"]
     engine.version = 1
     stream.set_version(1)
-    thread.run(asyncio.sleep(0.05), 300.0, "the start of episodes")
+    await_start(thread, stream)
     assert workflow.begun == [0, 1, 2]
     batch = started(thread, stream)
     ends(thread, workflow, 1, GenerationError("lost"))  # begun at version 0
@@ -402,7 +421,7 @@ def test_a_loader_that_fails_while_an_episode_is_replaced_stops_the_run(thread: 
     engine = Engine()
     workflow = Clocked(engine)
     stream = RolloutStream(engine, thread, Breaks(9, 2), workflow, LIMITS, batch_size=2)
-    stream.limits = StreamLimits(0, 60.0, 2, 3)
+    stream.limits = StreamLimits(0, 600.0, 2, 3)
     batch = started(thread, stream)
     ends(thread, workflow, 0, None)  # rejected: another prompt is read in its place
     with pytest.raises(UserError, match="source b: row 7 does not fit"):
@@ -425,7 +444,7 @@ def test_the_origin_of_a_prompt_reaches_its_episode_and_no_workflow(thread: Loop
     workflow = Watching(engine)
 
     def begun() -> RolloutStream:
-        limits = StreamLimits(0, 60.0, 2, 1000)
+        limits = StreamLimits(0, 600.0, 2, 1000)
         odd = lambda g: int(g["input_ids"][1]) % 2 == 0  # noqa: E731
         return RolloutStream(engine, thread, WithOrigins(100, 2), workflow, limits, batch_size=2, should_accept=odd)
 

@@ -1,8 +1,10 @@
 import asyncio
 import os
 import signal
+import sys
 import threading
 import time
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -272,9 +274,20 @@ def test_a_workflow_that_blocks_the_loop_meets_the_batch_deadline_too(start_serv
 def test_ctrl_c_gets_through_at_once_and_cancels_the_episodes(engine):
     cancelled = threading.Event()
 
+    def waits():
+        frame = sys._current_frames()[threading.main_thread().ident]
+        while frame is not None and frame.f_code is not Future.result.__code__:
+            frame = frame.f_back
+        return frame is not None
+
+    def interrupt():
+        while not waits():  # the main thread, for the batch: earlier there is nothing to cancel
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
     class Hangs(RolloutWorkflow):
         async def arun_episode(self, engine, data):
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            threading.Thread(target=interrupt).start()
             try:
                 await asyncio.sleep(3600)
             finally:

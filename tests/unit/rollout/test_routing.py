@@ -13,12 +13,13 @@ import pytest
 from aiohttp import web
 from fault_server import tokens_of
 from test_sglang_client import Asks, ask, hangs, request
-from test_supervisor import Scripted
+from test_supervisor import Scripted, until
 
 from megarl.rollout.api import GenerationError
 from megarl.rollout.executor import WorkflowError
 from megarl.rollout.routing import MAX_IMBALANCE, Router, WeightsWanted
 from megarl.rollout.servers.supervisor import Supervisor
+from tests.clocks import put_forward
 
 PROMPT = list(range(100, 140))
 
@@ -168,21 +169,30 @@ def test_a_server_that_dies_while_a_request_waits_to_be_sent_again_is_no_attempt
 
     async def fails_then_dies(body: Any, request: web.Request) -> web.StreamResponse:
         async def leaves() -> None:
-            await asyncio.sleep(0.1)
+            while engine.router._load[request.host]:  # until the answer is read, and the pause begins
+                await asyncio.sleep(0.01)
             fleet.addresses.remove(request.host)
             engine.refresh()
+            asked = requests()
+            while requests() == asked:  # until the pause is over
+                put_forward(engine._thread.loop, 700.0)
+                await asyncio.sleep(0.05)
 
         leaving.append(asyncio.ensure_future(leaves()))
         return web.Response(status=500)
 
+    def requests() -> int:
+        return sum(len(server.bodies) for server in servers)
+
     leaving: list[Any] = []
     servers = [start_server(fails_then_dies) for _ in range(4)] + [start_server()]
     fleet.addresses = [server.address for server in servers]
-    engine = connect(*servers, max_retries=1, retry_delay_s=3.0)
+    engine = connect(*servers, max_retries=1, retry_delay_s=600.0, request_timeout_s=1e6)
     engine.follow(fleet)
     assert ask(engine, request(1))[0].output_tokens == [2, 3, 4]
     assert sum(len(server.bodies) for server in servers[:-1]) > 1
-    assert all(leave.done() for leave in leaving)
+    until(lambda: all(leave.done() for leave in leaving))
+    assert all(leave.exception() is None for leave in leaving)
 
 
 def test_a_server_that_was_lost_and_comes_back_begins_with_no_load() -> None:
