@@ -40,8 +40,11 @@ def engine_of(model: str, layout: dict[str, int], timeout_s: float = 600.0) -> M
     return engine
 
 
-def broken(how: str, model: str, timeout_s: float) -> None:
-    """Trains until rank 1 is killed, stopped, or sleeps, inside the loss function of its second step."""
+def broken(how: str, model: str, out: Path, timeout_s: float) -> None:
+    """Trains until rank 1 is killed, stopped, or sleeps, inside the loss function of its second step.
+
+    It makes the file `breaking` just before.
+    """
     engine = engine_of(model, LAYOUTS["dp2"], timeout_s)
     if "MEGARL_TEST_WATCH" in os.environ:  # there is no launcher with a watchdog
         watchdog.start(Path(os.environ["MEGARL_TEST_WATCH"]), RANK, 2, timeout_s, guard=True)
@@ -50,6 +53,7 @@ def broken(how: str, model: str, timeout_s: float) -> None:
     def loss_fn(logprobs: Tensor, entropy: Tensor, data: PackedBatch) -> Any:
         if RANK == 1 and steps == 1:
             print("breaking now", flush=True)
+            (out / "breaking").touch()
             if how == "sleep":
                 time.sleep(600)
             os.kill(os.getpid(), {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}[how])
@@ -121,4 +125,4 @@ if __name__ == "__main__":
     if how == "poison":
         (Path(out) / f"rank_{RANK}.json").write_text(json.dumps(poisoned(model_folder)))
     else:
-        broken(how, model_folder, float(deadline))
+        broken(how, model_folder, Path(out), float(deadline))

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from megarl.reshard.config import ReshardConfig
 from megarl.reshard.plan.holdings import Box, Fragment
 from megarl.reshard.session import SyncReport, WeightSession
 from megarl.reshard.sync import server_rank, world
+from megarl.reshard.sync.coordinator import Coordinator
 from megarl.reshard.sync.relay_groups import RelayGroups
 from megarl.reshard.sync.server_order import ServerOrder
 from megarl.reshard.sync.server_rank import LiveWeights
@@ -40,7 +42,7 @@ SERVERS, TP = 4, 2
 SHAPES = {f"layer.{i}": (24, 64 * TP) for i in range(12)}
 BUCKET_BYTES = 4096
 POLL_S = 0.02
-ANSWER_S = 120.0
+ANSWER_S = 300.0
 
 
 def plant(fault: str, message: int) -> None:
@@ -183,6 +185,22 @@ class Server:
             process.join(ANSWER_S)
 
 
+def tell_of_death(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Has syncs look for the cause of a failure only when the server at `address` has ended its connection.
+
+    A thread of the test's process does that once the server's rank has died, on a busy machine late.
+    """
+    attribute = Coordinator.attribute_failure
+
+    def once_it_is_known(self: Coordinator, *arguments: Any) -> None:
+        for link in self.active:
+            if link.address == address and link._order_call is not None:
+                assert link._order_call.answered(300.0)
+        attribute(self, *arguments)
+
+    monkeypatch.setattr(Coordinator, "attribute_failure", once_it_is_known)
+
+
 def weights(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
@@ -214,7 +232,7 @@ class Fleet:
         """A new trainer's session; faults planted before are gone with their servers."""
         if self.session is not None:
             self.session.close()
-        deadlines = {"connect_deadline_s": 60, "control_deadline_s": 60, "transfer_deadline_s": 120}
+        deadlines = {"connect_deadline_s": 300, "control_deadline_s": 300, "transfer_deadline_s": 300}
         config = ReshardConfig(**({"bucket_bytes": BUCKET_BYTES} | deadlines | knobs))
         self.session = WeightSession(config, self.addresses, "key")
         return self.session

@@ -19,15 +19,26 @@ from megarl.parallel.watchdog import EXIT_STUCK
 from megarl.rollout.servers.sglang_server import still_running
 from tests.distributed.health_worker import LAYOUTS, MAX_SKIPPED
 
-TIMEOUT_S = 30  # parallel.timeout_s of the broken runs; start-up between two collectives on a busy machine takes less
+TIMEOUT_S = 30  # parallel.timeout_s of the launcher's watch over the broken runs
+RANKS_TIMEOUT_S = 600  # parallel.timeout_s of their ranks, which a busy machine starts late
 END_S = 900  # limit for the end of these runs, including start-up on a busy machine
 
+# The watch begins once rank 1 breaks and rank 0 waits for it: each of them may have been slow before.
 LAUNCH = """
 import sys
 from pathlib import Path
 from megarl.launcher.local import run_ranks
+from megarl.parallel.watchdog import Monitor
 from tests import warm
-how, model, out, timeout_s = sys.argv[1:5]
+how, model, out, ranks_timeout_s, timeout_s = sys.argv[1:6]
+check, breaking, begun = Monitor.check, Path(out) / "breaking", []
+
+def check_once_broken(self):
+    if not begun and breaking.exists() and "waits in collective" in self.describe(0):
+        begun.append(True)
+    return check(self) if begun else None
+
+Monitor.check = check_once_broken
 with warm.used():
     code = run_ranks("tests.distributed.health_worker", sys.argv[1:5], 2, Path(out), float(timeout_s))
 sys.exit(code)
@@ -46,7 +57,7 @@ def broken(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[di
     for how in ("kill", "stop", "sleep"):
         out = tmp_path_factory.mktemp(how)
         runs[how] = subprocess.Popen(
-            [sys.executable, "-c", LAUNCH, how, str(model), str(out), str(TIMEOUT_S)],
+            [sys.executable, "-c", LAUNCH, how, str(model), str(out), str(RANKS_TIMEOUT_S), str(TIMEOUT_S)],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
     yield runs

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.reshard import config as reshard_config
 from megarl.reshard.sync.coordinator import WeightSyncError
-from tests.distributed.relay_worker import SERVERS, SHAPES, TP, Fleet, relay_of, weights
+from tests.distributed.relay_worker import SERVERS, SHAPES, TP, Fleet, relay_of, tell_of_death, weights
 
 MIDDLE = 5  # of the messages that a relay sends on
 
@@ -92,12 +92,19 @@ def test_auto_spares_the_servers_on_the_trainers_machine_and_few_servers(
     ],
 )
 def test_a_relay_that_fails_is_named_and_those_behind_it_are_served_by_the_trainer(
-    fault: str, phase: str, limits: dict[str, float], fleet: Fleet, caplog: pytest.LogCaptureFixture
+    fault: str,
+    phase: str,
+    limits: dict[str, float],
+    fleet: Fleet,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A server that altered weights on the way, and has right ones itself, serves the version too."""
     session = fleet.connect(relay="1", on_failure="drop_server", **limits)
     fleet.push(weights(8))
     bad = relay_of(fleet)
+    if fault == "kill":
+        tell_of_death(monkeypatch, fleet.addresses[bad])
     fleet.servers[bad].plant(0, fault, MIDDLE)
     serving = [server for server in range(SERVERS) if server != bad or fault == "flip"]
     caplog.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -11,12 +12,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from tests.nccl_semantics import nccl_over_gloo
-from tests.nccl_semantics.communicator import NcclError
+from tests.nccl_semantics import communicator, nccl_over_gloo
+from tests.nccl_semantics.communicator import NcclError, Watchdog
 
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-LIMIT_S = 120.0
-SHORT_S = 6.0  # where ranks are meant to hang
+LIMIT_S = 300.0  # for a hang alone
+SHORT_S = 6.0  # where ranks are meant to hang, from when they do
 SMALL, LARGE = 600, 700  # elements
 
 
@@ -81,6 +82,8 @@ def crossing() -> None:
 def part_of_group() -> None:
     """The group's first batch is of two ranks, and the third one is busy."""
     if RANK == 2:
+        while len(list(Path(sys.argv[1]).glob("*.there"))) < 2:
+            time.sleep(communicator.POLL_S)
         time.sleep(2 * SHORT_S)
     batch(("send" if RANK == 0 else "recv", torch.ones(SMALL), 1 - RANK))
 
@@ -98,13 +101,34 @@ def same_device() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-HANGING = (message_before_collective, crossing, part_of_group)
+# Where ranks hang, and how many of them hang there.
+HANGING = {
+    message_before_collective: ("operation 2 of group", 2),
+    crossing: ("operation 1 of pair", 2),
+    part_of_group: ("building the communicator", 2),
+}
 CASES = (kept, swapped_collectives, swapped_messages, same_device, slow, *HANGING)
+
+
+def shorten(work: Path, watchdog: Watchdog, place: str, ranks: int) -> None:
+    """Leaves SHORT_S to what this rank is in, once it and all others that hang are where they do."""
+    while not any(place in pending.what for pending in list(watchdog._pending.values())):
+        time.sleep(communicator.POLL_S)
+    (work / f"rank_{RANK}.there").touch()
+    while len(list(work.glob("*.there"))) < ranks:
+        time.sleep(communicator.POLL_S)
+    for pending in list(watchdog._pending.values()):
+        pending.limit_s = SHORT_S
 
 
 def main(work: Path, name: str) -> None:
     case = next(case for case in CASES if case.__name__ == name)
-    nccl_over_gloo.install(work, SHORT_S if case in HANGING else LIMIT_S, device=0 if case is same_device else RANK)
+    emulation = nccl_over_gloo.install(work, LIMIT_S, device=0 if case is same_device else RANK)
+    if case in HANGING:
+        place, ranks = HANGING[case]
+        threading.Thread(target=shorten, args=(work, emulation.watchdog, place, ranks), daemon=True).start()
+        if ranks == WORLD:
+            communicator.EXPLAIN_S = LIMIT_S  # all of them report
     store = dist.FileStore(os.environ["MEGARL_RENDEZVOUS"], WORLD)
     dist.init_process_group("nccl", store=store, rank=RANK, world_size=WORLD)
     try:

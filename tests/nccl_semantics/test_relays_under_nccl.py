@@ -15,7 +15,7 @@ from megarl.reshard import config
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.transfer.transports.base import PlainStaging
 from megarl.reshard.transfer.transports.nccl import NcclTransport
-from tests.distributed.relay_worker import SERVERS, TP, Fleet, relay_of, weights
+from tests.distributed.relay_worker import SERVERS, TP, Fleet, relay_of, tell_of_death, weights
 from tests.nccl_semantics import process_group_nccl
 from tests.nccl_semantics.sync_worker import emulate
 
@@ -36,7 +36,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_relays_deliver_and_one_that_dies_unnoticed_keeps_none_of_the_others_waiting(
-    fleet: Fleet, tmp_path: Path
+    fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL does not tell those behind the relay that it has died. They learn it from the trainer, which serves them."""
     session = fleet.connect(relay="1", transport="nccl", on_failure="drop_server")
@@ -47,6 +47,7 @@ def test_relays_deliver_and_one_that_dies_unnoticed_keeps_none_of_the_others_wai
     bad = relay_of(fleet)
     assert session.plan is not None
     last = sum(1 for _ in session.plan.forwards(bad * TP))  # the trainer has sent everything by then
+    tell_of_death(monkeypatch, fleet.addresses[bad])
     fleet.servers[bad].plant(0, "kill", last)
     report = fleet.push(weights(3))
     others = [server for server in range(SERVERS) if server != bad]
@@ -86,5 +87,5 @@ def test_the_emulation_refuses_two_ranks_on_one_gpu(monkeypatch: pytest.MonkeyPa
     ends = [process_group_nccl.ProcessGroupNCCL(store, rank, 2, options) for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
         calls = [pool.submit(ends[0].send, [torch.ones(1)], 1, 0), pool.submit(ends[1].recv, [torch.ones(1)], 0, 0)]
-        errors = [str(call.exception(60)) for call in calls]
+        errors = [str(call.exception(300)) for call in calls]
     assert errors == ["Duplicate GPU detected : rank 0 and rank 1 both on CUDA device g0"] * 2

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from weights_support import TOLERANCE, Served, SingleRankWeights, checksums, logprobs, weights_of
 
 from megarl.reshard.session import WeightSession
+from megarl.reshard.sync import coordinator, server_link
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.transfer.store import Deadline
 from megarl.reshard.transfer.transports.shm import SharedStaging
@@ -274,7 +275,9 @@ def test_versions_only_grow(mended: Served) -> None:
     other.close()
 
 
-def test_a_server_that_left_the_group_says_so_and_joins_again(mended: Served) -> None:
+def test_a_server_that_left_the_group_says_so_and_joins_again(mended: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (coordinator, server_link):
+        monkeypatch.setattr(module, "EXPLAIN_S", 300.0)  # a busy server says it late
     mended.session.push(weights_of(make_model("qwen3", True, seed=4)), mended.version + 1)
     other = WeightSession(mended.config, mended.addresses, mended.servers.api_key)
     other.push(weights_of(make_model("qwen3", True, seed=5)), mended.version + 2)

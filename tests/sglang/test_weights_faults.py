@@ -17,6 +17,7 @@ from weights_support import TOLERANCE, Served, weights_of
 
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import WeightSession
+from megarl.reshard.sync import coordinator
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.sync.server_control import PendingCall, ServerControl
 from megarl.reshard.transfer.store import Deadline
@@ -29,8 +30,9 @@ VICTIM = "model.layers.1.self_attn.k_proj.weight"
 
 
 @pytest.fixture
-def served(fleet: SGLangServers) -> Iterator[Served]:
+def served(fleet: SGLangServers, monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     """All three servers, at known weights. After the test, a sync by a new trainer mends them."""
+    monkeypatch.setattr(coordinator, "PROBE_S", 300.0)  # a busy server that is mended answers late
     served = Served(fleet, 3, bucket_bytes=65536, on_failure="drop_server")
     served.push(weights_of(make_model("qwen3", True, seed=100)))
     yield served
@@ -245,7 +247,9 @@ def test_a_server_that_refuses_or_never_answers_is_dropped_within_the_deadline(
 def test_a_server_that_dies_before_the_transfer_and_is_looked_after_takes_no_other_with_it(served: Served) -> None:
     proxy = FaultProxy(served.addresses[1])
     addresses = [served.addresses[0], proxy.address, served.addresses[2]]
-    session = WeightSession(ReshardConfig(control_deadline_s=60), addresses, served.servers.api_key)
+    session = WeightSession(
+        ReshardConfig(control_deadline_s=300, connect_deadline_s=300), addresses, served.servers.api_key
+    )
     session.set_death_probe(lambda address: address == proxy.address)
     try:
         served.version += 1
@@ -263,25 +267,45 @@ def test_a_server_that_dies_before_the_transfer_and_is_looked_after_takes_no_oth
 
 @pytest.mark.parametrize("moment", ["before", pytest.param("while", marks=pytest.mark.long)])
 def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
-    moment: str, served: Served, monkeypatch: pytest.MonkeyPatch
+    moment: str, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Before the transfer, its deadline comes soon for this server alone: busy ones may answer late."""
+    send = ServerControl.send
+
+    def sending(self: ServerControl, path: str, body: Any, deadline: Deadline) -> PendingCall:
+        call = send(self, path, body, deadline)
+        result = call.result
+
+        def soon(deadline: Deadline) -> dict[str, Any]:
+            short = Deadline(deadline.seconds)
+            short.end = min(deadline.end, time.monotonic() + 2.0)
+            return result(short)
+
+        if self.address == served.addresses[0]:
+            monkeypatch.setattr(call, "result", soon)
+        return call
+
     scheduler = served.scheduler()
     served.push(weights_of(make_model("qwen3", True, seed=4)))
     deadlines = {"control_deadline_s": 300.0, "transfer_deadline_s": 300.0, "connect_deadline_s": 300.0}
-    deadlines["control_deadline_s" if moment == "before" else "transfer_deadline_s"] = 20.0
+    if moment == "while":
+        deadlines["transfer_deadline_s"] = 20.0
     served.restart_session(**deadlines)
     start = time.monotonic()
-    try:
-        if moment == "before":
-            scheduler.suspend()
-        else:
-            before_send(monkeypatch, 4, lambda *_: scheduler.suspend())
-        report = served.push(weights_of(make_model("qwen3", True, seed=5)))
-    finally:
-        scheduler.resume()
+    with monkeypatch.context() as patch:
+        try:
+            if moment == "before":
+                scheduler.suspend()
+                patch.setattr(ServerControl, "send", sending)
+            else:
+                before_send(patch, 4, lambda *_: scheduler.suspend())
+            report = served.push(weights_of(make_model("qwen3", True, seed=5)))
+        finally:
+            scheduler.resume()
     assert time.monotonic() - start < 300
     assert report.servers == tuple(served.addresses[1:])
     assert served.session.dirty == served.addresses[:1]
+    assert moment == "while" or "within 300 s" in caplog.text
 
 
 def test_a_trainer_rank_killed_in_the_middle_ends_the_others_and_leaves_no_mix(

@@ -19,6 +19,7 @@ from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.sglang_server import SGLangServers
 
 TOLERANCE = 1e-5
+DEADLINES = {"control_deadline_s": 300, "connect_deadline_s": 300, "transfer_deadline_s": 300}
 PROMPT = list(range(7, 40))
 
 
@@ -70,7 +71,7 @@ class Served:
         """`count` servers of `servers` take part, from the first on."""
         self.servers = servers
         self.addresses = servers.addresses[:count]
-        self.config = ReshardConfig(**({"control_deadline_s": 120, "transfer_deadline_s": 120} | knobs))
+        self.config = ReshardConfig(**(DEADLINES | knobs))
         self.session = WeightSession(self.config, self.addresses, servers.api_key)
         self.version = self.session.served_version()
         self.adapter: str | None = None  # the servers' adapter that answers

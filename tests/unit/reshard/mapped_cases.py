@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -36,10 +38,22 @@ def check_damage(name: str) -> None:
     group.close()
 
 
+class HeldDeadline(Deadline):
+    """Comes soon after the event. A rank that is about to wait is held until then; what it has sent arrives."""
+
+    def __init__(self, event: threading.Event):
+        super().__init__(600)
+        self._event = event
+
+    def left(self) -> float:
+        assert self._event.wait(300)
+        return 0.5
+
+
 def check_departure(name: str) -> None:
     """A receiver that leaves is named."""
     group = Group(make_world(1, 1, 2, torch.float32), name)
     group.ends[1].abort()
     with pytest.raises(TransferError, match="rank 0 of server 0 left"):
-        group.senders[0].send(Deadline(60), ALL, {})
+        group.senders[0].send(Deadline(300), ALL, {})
     group.close()

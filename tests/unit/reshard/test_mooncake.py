@@ -22,7 +22,7 @@ from megarl.knobs import UserError
 from megarl.reshard.transfer.shard_transfer import TransferError
 from megarl.reshard.transfer.store import Deadline
 from megarl.reshard.transfer.transports import mooncake as transport
-from tests.unit.reshard.mapped_cases import check_damage, check_departure, check_random_layout
+from tests.unit.reshard.mapped_cases import HeldDeadline, check_damage, check_departure, check_random_layout
 from tests.unit.reshard.test_shard_transfer import ALL, Group, make_world
 
 
@@ -109,10 +109,11 @@ def test_a_read_that_hangs_or_fails_names_the_trainer_rank(fault: str, monkeypat
     monkeypatch.setattr(TransferEngine, "status", -1)
     message = "deadline of 1 s passed" if fault == "hangs" else r"trainer rank 0 left \(Mooncake could not read"
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(group.senders[0].send, Deadline(3), ALL, {})
+        sending = pool.submit(group.senders[0].send, HeldDeadline(failed := threading.Event()), ALL, {})
         with pytest.raises(TransferError, match=message) as error:
             group.receivers[0].receive(Deadline(1 if fault == "hangs" else 300), {})
         assert error.value.peer == "trainer rank 0"
+        failed.set()
         assert isinstance(sending.exception(), TransferError)
     ended.set()
     group.close()

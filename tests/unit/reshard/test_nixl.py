@@ -9,6 +9,7 @@ import ctypes
 import importlib.util
 import json
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -22,7 +23,7 @@ from megarl import cli
 from megarl.knobs import UserError
 from megarl.reshard.transfer.shard_transfer import TransferError
 from megarl.reshard.transfer.store import Deadline
-from tests.unit.reshard.mapped_cases import check_damage, check_departure, check_random_layout
+from tests.unit.reshard.mapped_cases import HeldDeadline, check_damage, check_departure, check_random_layout
 from tests.unit.reshard.test_shard_transfer import ALL, Group, make_world
 
 
@@ -126,10 +127,11 @@ def test_a_read_that_hangs_or_fails_names_the_trainer_rank(
     monkeypatch.setattr(Agent, "outcome", outcome)
     group = Group(make_world(1, 1, 1, torch.float32), "nixl")
     with ThreadPoolExecutor(1) as pool:
-        sending = pool.submit(group.senders[0].send, Deadline(3), ALL, {})
+        sending = pool.submit(group.senders[0].send, HeldDeadline(failed := threading.Event()), ALL, {})
         with pytest.raises(TransferError, match=message) as error:
             group.receivers[0].receive(Deadline(1 if "deadline" in message else 300), {})
         assert error.value.peer == "trainer rank 0"
+        failed.set()
         assert isinstance(sending.exception(), TransferError)
     group.close()
 

@@ -14,10 +14,10 @@ from megarl.reshard.transfer.store import WATCH_S, AttemptDeadline, Deadline, jo
 
 @pytest.fixture(params=["server", "client", "prefix"])
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
-    served = open_store("127.0.0.1", 60.0)
+    served = open_store("127.0.0.1", 300.0)
     kinds: dict[str, Callable[[], Store]] = {
         "server": lambda: served,
-        "client": lambda: join_store("127.0.0.1", served.port, 60.0),
+        "client": lambda: join_store("127.0.0.1", served.port, 300.0),
         "prefix": lambda: PrefixStore("part", served),
     }
     yield kinds[request.param]()
