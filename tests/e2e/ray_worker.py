@@ -83,7 +83,7 @@ def main(out: Path) -> None:
         os.environ[launcher.ADDRESS] = cluster.address
         run(out / "whole", 0.5)
         threading.Thread(target=kill_the_actor_of_rank_1, args=(out / "lost",), daemon=True).start()
-        run(out / "lost", 60)
+        run(out / "lost", 600)
         launcher.PLACE_DEADLINE_S = 2.0
         run(out / "full", 0.5, servers=3)
     finally:

@@ -120,7 +120,7 @@ def goes_back(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             for link in coordinator.active:
                 if link.address in addresses:
                     control = ServerControl(link.address, coordinator.api_key)
-                    deadline = Deadline(60)
+                    deadline = Deadline(300)
                     path = control.model_info(deadline)["model_path"]
                     body: dict[str, Any] = {"model_path": path, "abort_all_requests": False, "flush_cache": False}
                     control.call("/update_weights_from_disk", body, deadline)

@@ -25,9 +25,9 @@ from megarl.rollout.servers.server_config import free_ports
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 NODES, GPUS = 4, 8
-COMMAND_S = 60.0
+COMMAND_S = 300.0  # for a hang alone
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-START_S = 120.0
+START_S = 300.0  # for a hang alone
 CONF = """\
 ClusterName=virtual
 SlurmctldHost=localhost(127.0.0.1)

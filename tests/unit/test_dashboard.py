@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from megarl.dashboard import ANSWERS, Board, main
+from megarl.dashboard import ANSWERS, Board, BoardHandler, main
 from megarl.knobs import UserError
 from megarl.observe.board.run_data import RunData
 from megarl.observe.run_folder import RunFolder
@@ -48,7 +48,8 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def board(root: Path) -> Iterator[Board]:
+def board(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
+    monkeypatch.setattr(BoardHandler, "timeout", 600.0)  # a busy test asks late
     with Board(root, 0) as served:
         thread = threading.Thread(target=served.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()

@@ -13,7 +13,9 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gpu_acceptance
@@ -163,7 +165,7 @@ def test_of_four_gpus_two_are_used() -> None:
 # --- the runner ------------------------------------------------------------------------------------------------------
 
 
-def python(name: str, code: str, deadline_s: float = 60, figures: str = "") -> Step:
+def python(name: str, code: str, deadline_s: float = 600, figures: str = "") -> Step:
     return Step(name, "made up", (sys.executable, "-c", code), deadline_s, figures)
 
 
@@ -206,24 +208,38 @@ def test_failures_are_named_and_the_steps_behind_them_run(
     assert "the cause" in (folder / found["bad exit"]["log"]).read_text()
 
 
-def test_a_step_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_step_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The grandchild leaves the step's session and ignores signals that it can."""
     grandchild = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     pids = tmp_path / "pids"
     code = (
         "import subprocess, sys, time, os\n"
         f"child = subprocess.Popen([sys.executable, '-c', {grandchild!r}], start_new_session=True)\n"
-        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        f"open({str(pids)!r} + '.part', 'w').write(f'{{os.getpid()}} {{child.pid}}')\n"
+        f"os.rename({str(pids)!r} + '.part', {str(pids)!r})\n"
         "time.sleep(600)"
     )
-    hangs, good = python("hangs", code, deadline_s=20), python("good", write_figures(GOOD), figures=JSON_LINES)
+
+    def clock() -> float:
+        """Its deadline passes once both processes run."""
+        return time.monotonic() + 400 * pids.exists()
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    hangs, good = python("hangs", code, deadline_s=300), python("good", write_figures(GOOD), figures=JSON_LINES)
     results = runner.run_all([hangs, good], tmp_path)
     assert [result.status for result in results] == ["failed", "passed"]
-    assert results[0].reason == "killed at its deadline of 20 s"
+    assert results[0].reason == "killed at its deadline of 300 s"
     assert [pid for pid in map(int, pids.read_text().split()) if psutil.pid_exists(pid)] == []
 
 
-def test_steps_share_the_time_of_the_whole(tmp_path: Path) -> None:
+def test_steps_share_the_time_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     hangs, late = python("hangs", "import time; time.sleep(600)", deadline_s=500), python("late", "pass")
     results = runner.run_all([hangs, late], tmp_path, budget_s=3)
     assert results[0].reason == "killed at its deadline of 3 s"

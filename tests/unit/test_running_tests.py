@@ -11,21 +11,35 @@ import pytest
 
 STALLS = """
 import time
+from pathlib import Path
 
 def test_at_once():
     pass
 
 def test_that_stalls():
-    time.sleep(2)
+    end = time.monotonic() + 300
+    while not Path("named").exists() and time.monotonic() < end:
+        time.sleep(0.05)
 """
 CONFTEST = """
+from pathlib import Path
 from tests import running_tests
 
-running_tests.EVERY_S = 0.5
+running_tests.EVERY_S = 0.2
+
+class Naming(running_tests.RunningTests):
+    lines = 0
+
+    def line(self):
+        text = super().line()
+        self.lines += "test_that_stalls" in text
+        if self.lines == 2:  # the first is written
+            Path("named").touch()
+        return text
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(running_tests.RunningTests())
+        config.pluginmanager.register(Naming())
 """
 
 

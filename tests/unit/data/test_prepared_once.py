@@ -33,7 +33,7 @@ def test_one_of_several_prepares_the_rows() -> None:
         return {"double": 2 * row["number"]}
 
     def prepared(_: int) -> list[int]:
-        together.wait(60)
+        together.wait(300)
         return list(cached_map(ROWS, convert, FEATURES, ["doubled"], "doubling")["double"])
 
     with ThreadPoolExecutor(3) as threads:

@@ -276,6 +276,7 @@ class NotThere(http.server.BaseHTTPRequestHandler):
 
 
 def test_a_data_set_missing_on_the_hub_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "HUB_TIMEOUT_S", 300.0)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NotThere) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

@@ -19,66 +19,63 @@ from megarl.parallel.config import ParallelConfig
 from megarl.reshard.transfer.transports.gloo import GlooTransport
 
 
-def gloo_threads() -> int:
-    """Number of gloo's threads in this process, without groups that are garbage."""
+def gloo_threads() -> set[str]:
+    """Numbers of gloo's threads in this process, without groups that are garbage."""
     gc.collect()
-    names = []
+    found = set()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # it ends meanwhile
-            names.append((task / "comm").read_text())
-    return sum("gloo" in name for name in names)
+            if "gloo" in (task / "comm").read_text():
+                found.add(task.name)
+    return found
 
 
-def fall_to(count: int) -> bool:
-    """Waits until so many threads of gloo are left: one of a closed group takes a moment to end."""
+def all_end(before: set[str]) -> bool:
+    """Waits until no thread of gloo is left but earlier ones: one of a closed group takes a moment to end."""
     deadline = time.monotonic() + 300
-    while gloo_threads() != count and time.monotonic() < deadline:
+    while gloo_threads() - before and time.monotonic() < deadline:
         time.sleep(0.05)
-    return gloo_threads() == count
+    return not gloo_threads() - before
 
 
 @pytest.fixture
-def before() -> int:
-    """Number of gloo's threads once those of earlier tests have ended: it stays the same for a second."""
+def before() -> set[str]:
+    """Gloo's threads of earlier tests, which may end during this one."""
     groups.destroy()
-    counts = [gloo_threads()]
-    while len(counts) < 5 or len(set(counts[-5:])) > 1:
-        time.sleep(0.25)
-        counts.append(gloo_threads())
-    return counts[-1]
+    return gloo_threads()
 
 
 @pytest.mark.cpu_options("the world's backend is gloo")
-def test_a_lone_engine_has_one_group_and_leaves_no_thread(before: int, checkpoints: Callable[..., Path]) -> None:
+def test_a_lone_engine_has_one_group_and_leaves_no_thread(before: set[str], checkpoints: Callable[..., Path]) -> None:
     engine = MegatronEngine(EngineConfig(path=str(checkpoints("qwen3", tied=True))))
     for _ in range(3):
         engine.initialize()
-        assert 0 < gloo_threads() - before <= 3  # one group: a loop, and two workers
+        assert 0 < len(gloo_threads() - before) <= 3  # one group: a loop, and two workers
         engine.destroy()
-        assert fall_to(before)
+        assert all_end(before)
 
 
-def test_two_engines_of_a_process_share_the_group(before: int, checkpoints: Callable[..., Path]) -> None:
+def test_two_engines_of_a_process_share_the_group(before: set[str], checkpoints: Callable[..., Path]) -> None:
     path = str(checkpoints("qwen3", tied=True))
     engines = [MegatronEngine(EngineConfig(path=path)), MegatronEngine(EngineConfig(path=path), trainable=False)]
     for engine in engines:
         engine.initialize()
-    assert 0 < gloo_threads() - before <= 3
+    assert 0 < len(gloo_threads() - before) <= 3
     for engine in engines:
         engine.destroy()
-    assert fall_to(before)
+    assert all_end(before)
 
 
-def test_a_layout_that_is_left_leaves_the_worlds_threads_alone(before: int) -> None:
+def test_a_layout_that_is_left_leaves_the_worlds_threads_alone(before: set[str]) -> None:
     for _ in range(3):
         groups.initialize(ParallelConfig())
         groups.leave_layout()
-        assert 0 < gloo_threads() - before <= 3
+        assert 0 < len(gloo_threads() - before) <= 3
     groups.destroy()
-    assert fall_to(before)
+    assert all_end(before)
 
 
-def test_a_transport_that_is_aborted_leaves_no_thread(before: int) -> None:
+def test_a_transport_that_is_aborted_leaves_no_thread(before: set[str]) -> None:
     store, transports = HashStore(), []
 
     def join(rank: int) -> None:
@@ -89,7 +86,7 @@ def test_a_transport_that_is_aborted_leaves_no_thread(before: int) -> None:
         thread.start()
     for thread in threads:
         thread.join(300)
-    assert gloo_threads() > before
+    assert gloo_threads() - before
     for transport in transports:
         transport.abort()
-    assert fall_to(before)
+    assert all_end(before)

@@ -24,7 +24,7 @@ eth0	0000000A	00000000	0001	0	0	0	00FFFFFF	0	0	0
 def test_a_published_text_is_awaited_and_read_whole(tmp_path: Path) -> None:
     later = threading.Timer(0.3, rendezvous.publish, (tmp_path, "server_0", "10.0.0.1:20000"))
     later.start()
-    assert rendezvous.awaited(tmp_path, "server_0", 10) == "10.0.0.1:20000"
+    assert rendezvous.awaited(tmp_path, "server_0", 300) == "10.0.0.1:20000"
     later.join()
     assert [path.name for path in tmp_path.iterdir()] == ["server_0"]
 

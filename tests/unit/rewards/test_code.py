@@ -96,7 +96,7 @@ def test_a_sample_out_of_wall_time_is_left_out_and_not_scored_0() -> None:
 
     async def both() -> float:
         for tests in ([TEST], [{"input": "", "output": ""}]):
-            with pytest.raises(RewardError, match=r"TimeoutError: a test had 0\.\d of 300 s of processor time"):
+            with pytest.raises(RewardError, match=r"TimeoutError: a test had \d+\.\d of 300 s of processor time"):
                 await pool("", "", [], [], tests=tests)
         return pool.failures["raised"]
 
