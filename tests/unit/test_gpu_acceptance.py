@@ -233,13 +233,9 @@ def test_a_step_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, mo
 
 
 def test_steps_share_the_time_of_the_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[-1], sleep=lambda seconds: now.append(now[-1] + seconds))
+    monkeypatch.setattr(runner, "time", clock)
     hangs, late = python("hangs", "import time; time.sleep(600)", deadline_s=500), python("late", "pass")
     results = runner.run_all([hangs, late], tmp_path, budget_s=3)
     assert results[0].reason == "killed at its deadline of 3 s"

@@ -33,7 +33,11 @@ def write(folder: Path, tensors: dict[str, Tensor], adapters: Adapters, dropout:
     folder.mkdir(parents=True, exist_ok=True)
     named = {PREFIX + name: tensor.contiguous() for name, tensor in tensors.items()}
     saved_file.save(named, folder / WEIGHTS)
-    names = sorted({name.removesuffix(LORA_A).rpartition(".")[2] for name in tensors if name.endswith(LORA_A)})
+    modules = [name.removesuffix(LORA_A) for name in tensors if name.endswith(LORA_A)]
+    if adapters.targets == (ALL_LINEAR,):  # PEFT's has the routers too
+        names = {module.rpartition(".")[2] for module in modules}
+    else:
+        names = {name for name in adapters.targets if any(module.endswith(f".{name}") for module in modules)}
     scores = SCORE in tensors
     document = {
         "peft_type": "LORA",
@@ -43,7 +47,7 @@ def write(folder: Path, tensors: dict[str, Tensor], adapters: Adapters, dropout:
         "lora_alpha": adapters.alpha,
         "lora_dropout": dropout,
         "use_rslora": adapters.rslora,
-        "target_modules": names,
+        "target_modules": sorted(names),
         "modules_to_save": ["score"] if scores else None,
         "bias": "none",
         "fan_in_fan_out": False,

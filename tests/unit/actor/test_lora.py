@@ -134,6 +134,18 @@ def test_an_adapter_of_peft_is_read_and_written_back_bit_for_bit(
     assert all(torch.equal(given[name], back[name]) for name in given)
 
 
+def test_peft_has_adapters_in_the_layers_that_were_trained_and_in_no_other(
+    base: Path, tmp_path: Path, engine_of: Callable[..., MegatronEngine]
+) -> None:
+    engine = engine_of(lora=dataclasses.replace(LORA, targets=["q_proj", "1.mlp.down_proj"]))
+    steps(engine, 2)
+    engine.save(tmp_path / "adapter")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter")
+    layers = [name.removeprefix("model.layers.") for name in model.targeted_module_names]
+    assert sorted(layers) == ["0.self_attn.q_proj", "1.mlp.down_proj", "1.self_attn.q_proj"]
+    close(engine.eval().logprobs(batch_of()), logprobs_of(model, batch_of()))
+
+
 def test_a_checkpoint_is_exported_as_adapters_or_merged(
     base: Path,
     tmp_path: Path,

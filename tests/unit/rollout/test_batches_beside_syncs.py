@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from fault_server import Server
-from test_bounded_staleness import Engine, begin, step
 from test_sglang_client import Asks, request
 from test_withheld_answers import serves
 
@@ -17,6 +16,7 @@ from megarl.rollout.client.sglang_client import RemoteSGLangEngine
 from megarl.rollout.executor import LoopThread
 from megarl.rollout.routing import WeightsWanted
 from megarl.types import Episode
+from tests.unit.rollout.clocked_episodes import Engine, begin, step
 
 
 @pytest.fixture

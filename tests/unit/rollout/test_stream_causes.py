@@ -9,7 +9,7 @@ import pytest
 
 from megarl.rollout.bounded_staleness import RolloutStream, StreamLimits
 from megarl.rollout.executor import LoopThread
-from tests.unit.rollout.test_bounded_staleness import Clocked, Engine, Loader, ends, started
+from tests.unit.rollout.clocked_episodes import Clocked, Engine, Loader, ends, started
 
 
 class Breaks(Loader):
