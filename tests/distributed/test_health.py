@@ -19,7 +19,7 @@ from megarl.parallel.watchdog import EXIT_STUCK
 from megarl.rollout.servers.sglang_server import still_running
 from tests.distributed.health_worker import LAYOUTS, MAX_SKIPPED
 
-TIMEOUT_S = 30  # parallel.timeout_s of the launcher's watch over the broken runs
+TIMEOUT_S = 60  # parallel.timeout_s of the launcher's watch over the broken runs
 RANKS_TIMEOUT_S = 600  # parallel.timeout_s of their ranks, which a busy machine starts late
 END_S = 900  # limit for the end of these runs, including start-up on a busy machine
 

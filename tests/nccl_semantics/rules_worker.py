@@ -82,9 +82,8 @@ def crossing() -> None:
 def part_of_group() -> None:
     """The group's first batch is of two ranks, and the third one is busy."""
     if RANK == 2:
-        while len(list(Path(sys.argv[1]).glob("*.there"))) < 2:
+        while len(list(Path(sys.argv[1]).glob("*.stuck"))) < 2:
             time.sleep(communicator.POLL_S)
-        time.sleep(2 * SHORT_S)
     batch(("send" if RANK == 0 else "recv", torch.ones(SMALL), 1 - RANK))
 
 
@@ -127,8 +126,7 @@ def main(work: Path, name: str) -> None:
     if case in HANGING:
         place, ranks = HANGING[case]
         threading.Thread(target=shorten, args=(work, emulation.watchdog, place, ranks), daemon=True).start()
-        if ranks == WORLD:
-            communicator.EXPLAIN_S = LIMIT_S  # all of them report
+        emulation.watchdog.world_size, communicator.EXPLAIN_S = ranks, LIMIT_S  # all of them report
     store = dist.FileStore(os.environ["MEGARL_RENDEZVOUS"], WORLD)
     dist.init_process_group("nccl", store=store, rank=RANK, world_size=WORLD)
     try:

@@ -22,7 +22,7 @@ from megarl.rollout.servers.sglang_server import SGLangServers
 from tests import forked_servers
 from tests.sglang.tiny_models import make_model
 
-WATCHDOG_S = 10.0  # the watchdog looks every half of it, and ends the server 5 s after it has found no progress
+WATCHDOG_S = 80.0  # the watchdog looks every half of it, and ends the server 5 s after it has found no progress
 TOKENS = 450
 
 

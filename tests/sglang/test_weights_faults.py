@@ -287,7 +287,7 @@ def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
 
     scheduler = served.scheduler()
     served.push(weights_of(make_model("qwen3", True, seed=4)))
-    deadlines = {"control_deadline_s": 300.0, "transfer_deadline_s": 300.0, "connect_deadline_s": 300.0}
+    deadlines = {"control_deadline_s": 301.0, "transfer_deadline_s": 300.0, "connect_deadline_s": 300.0}
     if moment == "while":
         deadlines["transfer_deadline_s"] = 20.0
     served.restart_session(**deadlines)
@@ -305,7 +305,7 @@ def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
     assert time.monotonic() - start < 300
     assert report.servers == tuple(served.addresses[1:])
     assert served.session.dirty == served.addresses[:1]
-    assert moment == "while" or "within 300 s" in caplog.text
+    assert moment == "while" or "within 301 s" in caplog.text
 
 
 def test_a_trainer_rank_killed_in_the_middle_ends_the_others_and_leaves_no_mix(

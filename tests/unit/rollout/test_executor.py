@@ -272,7 +272,7 @@ def test_a_workflow_that_blocks_the_loop_meets_the_batch_deadline_too(start_serv
 
 
 def test_ctrl_c_gets_through_at_once_and_cancels_the_episodes(engine):
-    cancelled = threading.Event()
+    cancelled, over = threading.Event(), threading.Event()
 
     def waits():
         frame = sys._current_frames()[threading.main_thread().ident]
@@ -281,21 +281,25 @@ def test_ctrl_c_gets_through_at_once_and_cancels_the_episodes(engine):
         return frame is not None
 
     def interrupt():
-        while not waits():  # the main thread, for the batch: earlier there is nothing to cancel
+        while not waits() and not over.is_set():  # the main thread waits for the batch: earlier is nothing to cancel
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGINT)
+        if not over.is_set():
+            os.kill(os.getpid(), signal.SIGINT)
 
     class Hangs(RolloutWorkflow):
         async def arun_episode(self, engine, data):
-            threading.Thread(target=interrupt).start()
+            threading.Thread(target=interrupt, daemon=True).start()
             try:
                 await asyncio.sleep(3600)
             finally:
                 cancelled.set()
 
     start = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        engine.rollout_batch(prompts(1), Hangs())
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.rollout_batch(prompts(1), Hangs())
+    finally:
+        over.set()
     assert time.monotonic() - start < 300
     assert cancelled.wait(300)
     assert engine.rollout_batch(prompts(1), Returns(lambda d: group(1))).num_seqs == 2

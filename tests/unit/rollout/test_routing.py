@@ -187,7 +187,7 @@ def test_a_server_that_dies_while_a_request_waits_to_be_sent_again_is_no_attempt
     leaving: list[Any] = []
     servers = [start_server(fails_then_dies) for _ in range(4)] + [start_server()]
     fleet.addresses = [server.address for server in servers]
-    engine = connect(*servers, max_retries=1, retry_delay_s=600.0, request_timeout_s=1e6)
+    engine = connect(*servers, max_retries=1, retry_delay_s=600.0, request_timeout_s=1e6, connect_timeout_s=1e6)
     engine.follow(fleet)
     assert ask(engine, request(1))[0].output_tokens == [2, 3, 4]
     assert sum(len(server.bodies) for server in servers[:-1]) > 1

@@ -58,7 +58,9 @@ def test_one_rank_writes_a_folder_that_all_have(
     def gather(value: Any) -> list[Any]:
         nonlocal collectives
         collectives += 1
-        if collectives == 2 and rank and shared:
+        if collectives == 2 and rank == 0:
+            assert path.is_file()
+        elif collectives == 2 and shared:
             path.touch()  # rank 0 has written it
         return [False, value]
 

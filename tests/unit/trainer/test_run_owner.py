@@ -81,11 +81,11 @@ def test_a_run_that_is_still_trained_here_is_not_resumed(
     def resume() -> None:
         make_adapter_folder(folder, "one", config) if adapters else make_folder(config)
 
-    owned = make_adapter_folder(folder, "one", config) if adapters else folder
+    owned = make_adapter_folder(folder, "one", Config()) if adapters else folder
     owned_by(owned, other)
     with pytest.raises(UserError, match=rf"still trained by process {other.pid} on this host since .*; end it first"):
         resume()
-    assert not (folder.path / "config.resumed.yaml").exists()
+    assert not (owned.path / "config.resumed.yaml").exists()
     owned_by(owned, other, host="another")
     resume()
     owned_by(owned, other, process_started=1.0)  # another process had its number
