@@ -37,7 +37,7 @@ from megarl.rollout.servers.gpu_backends import check_backends
 from megarl.rollout.servers.gpu_placement import check_gpu_count
 from megarl.rollout.servers.server_config import check_numbers, check_server_config, gpu_count, uses_gpu
 from megarl.rollout.workflows.choose import check_workflow
-from megarl.served_checks import served_checks, servers_on_gpu
+from megarl.served_checks import check_cache_on_gpus, served_checks, servers_on_gpu
 from megarl.teacher_checks import check_teacher, teacher_servers
 
 Check = Callable[[], object]
@@ -118,7 +118,9 @@ def kernel_checks(config: Config, model: PretrainedConfig) -> Sequence[Check]:
     """Checks of the model against this machine's devices. With Ray, ranks on other machines make them."""
     if _runs_elsewhere(config):
         return []
-    return actor_checks.kernel_checks(config.actor, config.parallel, model, config.determinism)
+    of_model = config.actor, config.parallel, model, config.determinism
+    checks = actor_checks.kernel_checks(*of_model, longest_sequence(config))
+    return [*checks, partial(check_cache_on_gpus, config, model, platform.compute_capability())]
 
 
 def _runs_elsewhere(config: Config) -> bool:

@@ -30,6 +30,7 @@ from megarl.foreign.reading import Converted, Origin
 from megarl.foreign.yaml_file import load_config
 from megarl.knobs import UserError, check_ranges, does_not_exist, run_all
 from megarl.knobs import override as override_of
+from megarl.observe.run_folder import RunTakenError
 from megarl.other_trainers import from_other_trainer, set_by
 from megarl.parallel import hardware_queues, nccl_memory
 from megarl.processes import open_many_files
@@ -130,8 +131,8 @@ def run_command(command: Callable[[Config], int], usage: str = "") -> None:
 def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
     """Runs a command on sys.argv and exits with its code. `--help` prints `usage`, by default that of training.
 
-    Three errors print one line in place of a traceback. A UserError ends with exit code 2; a full disk and a step
-    without any sample end with 1.
+    Four errors print one line in place of a traceback. A UserError ends with exit code 2; a full disk, a step without
+    any sample and a run folder that another command opened end with 1.
     """
     arguments = sys.argv[1:]
     open_many_files()
@@ -151,7 +152,7 @@ def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
         print("megarl: interrupted", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
-        if not (line := str(error) if isinstance(error, NoSamplesError) else _full_disk(error)):
+        if not (line := str(error) if isinstance(error, NoSamplesError | RunTakenError) else _full_disk(error)):
             raise
         print(f"megarl: {line}", file=sys.stderr)
         sys.exit(1)

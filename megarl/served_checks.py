@@ -252,13 +252,8 @@ def _check_tiles(geometry: Geometry, format: ServedFormat) -> None:
 
 
 def _check_cache(config: Config, model: PretrainedConfig) -> None:
-    """Refuses an 8-bit cache on CPUs for models without keys and values of heads, and on GPUs that cannot read it."""
-    if config.server.kv_cache_dtype == "auto":
-        return
-    if servers_on_gpu(config):
-        own = [isinstance(block, LatentAttention) or block.sinks for block in decoder(model).attentions]
-        default = "triton" if any(own) and config.server.dtype != "float32" else ""
-        gpu_backends.check_cache(config.server.kv_cache_dtype, config.sglang, default)
+    """Refuses an 8-bit cache on CPUs for models whose cache is not keys and values of heads."""
+    if config.server.kv_cache_dtype == "auto" or servers_on_gpu(config):
         return
     for layer in decoder(model).layers:
         if not isinstance(layer.attention, Attention):
@@ -266,6 +261,18 @@ def _check_cache(config: Config, model: PretrainedConfig) -> None:
                 f"server.kv_cache_dtype={config.server.kv_cache_dtype}: SGLang on CPUs has no such cache for "
                 f"{model.model_type}, which keeps other state than keys and values; set it to auto"
             )
+
+
+def check_cache_on_gpus(config: Config, model: PretrainedConfig, capability: tuple[int, int] | None) -> None:
+    """Refuses an 8-bit cache on GPUs of this compute capability whose attention cannot read it.
+
+    Raises:
+        UserError: naming the GPUs and what serves.
+    """
+    if config.method == "rl" and servers_on_gpu(config):
+        own = [isinstance(block, LatentAttention) or block.sinks for block in decoder(model).attentions]
+        default = "triton" if any(own) and config.server.dtype != "float32" else ""
+        gpu_backends.check_cache(capability, config.server.kv_cache_dtype, config.sglang, default)
 
 
 def _check_quantization_aware(config: Config) -> None:

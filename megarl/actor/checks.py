@@ -102,13 +102,17 @@ def kernel_checks(
     parallel: ParallelConfig,
     model: PretrainedConfig,
     deterministic: Determinism = OFF,
+    longest: int | None = None,
     trains: bool = True,
 ) -> tuple[Callable[[], None], ...]:
-    """Lists the checks of an engine's model against this machine's devices; like `knob_checks`."""
+    """Lists the checks of an engine's model against this machine's devices; like `knob_checks`.
+
+    `longest` is the tokens of the longest sequence, None where it is not known.
+    """
     has_gpu, has_te = platform.takes_gpu_options(), platform.has_transformer_engine()
     on_te = backend_of(config, has_gpu=has_gpu, has_te=has_te, same_bits=deterministic.same_bits) == "te"
     machine = on_te, platform.compute_capability(), platform.has_flash_attention()
-    return (functools.partial(attention_kernels.check_kernels, config, parallel, model, *machine, trains),)
+    return (functools.partial(attention_kernels.check_kernels, parallel, model, *machine, longest, trains),)
 
 
 def check_device(

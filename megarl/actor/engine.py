@@ -39,7 +39,7 @@ from megarl.actor.model.backends import choose_backend
 from megarl.actor.model.routing import RoutingReplay
 from megarl.actor.mtp import MtpTraining
 from megarl.actor.optimizer import build_optimizer, build_scheduler, mtp_grad_norm, step_by_norm
-from megarl.actor.reports import WeightedReport, reduced
+from megarl.actor.reports import WeightedReport, detached, reduced
 from megarl.actor.trait_checks import trained_model
 from megarl.actor.weights import hf_weights
 from megarl.actor.weights.split_marks import check_split_marks
@@ -293,8 +293,7 @@ class MegatronEngine(TrainEngine):
         else:
             result = loss_fn(*self._logprobs(output, mb, mb.trained_labels), mb.aligned)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
-        report = {k: v.detach() if isinstance(v, Tensor) else v for k, v in {**metrics, "loss": loss}.items()}
-        return loss * mb.weight, [(mb.weight, report)]
+        return loss * mb.weight, [(mb.weight, detached({**metrics, "loss": loss}))]
 
     def _loss_microbatches(self, data: Any, weigh: LossWeightFn, loss_input: LossInput) -> list[Microbatch]:
         batch = rank_batches.join(data, self.groups)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +39,18 @@ def reduced(reports: list[WeightedReport], groups: Groups) -> dict[str, float]:
             _add(sums, rank_sums)
             _add(tokens, rank_tokens)
     return {name: value / max(tokens.get(name, 1.0), 1.0) for name, value in sums.items()}
+
+
+def detached(metrics: Metrics) -> Metrics:
+    """Metrics that keep no graph of their microbatch."""
+
+    def alone(value: Any) -> Any:
+        return value.detach() if isinstance(value, Tensor) else value
+
+    return {
+        name: TokenMean(*map(alone, metric)) if isinstance(metric, TokenMean) else alone(metric)
+        for name, metric in metrics.items()
+    }
 
 
 def _parts(metric: Tensor | float | TokenMean) -> tuple[Tensor | float, ...]:

@@ -183,11 +183,6 @@ def cached_map(
                 function, with_indices=True, remove_columns=rows.column_names, features=features, desc=what,
                 cache_file_name=str(file), new_fingerprint=key.hexdigest(), load_from_cache_file=True,
             )  # fmt: skip
-    except filelock.Timeout as error:
-        raise UserError(
-            f"another process of this machine has prepared the same data for {PREPARING_S / 3600:g} hours; end it, or "
-            f"remove {error.lock_file}"
-        ) from error
     except OSError as error:
         raise UserError(
             f"prepared data cannot be written to {folder} ({error.strerror or error}); set XDG_CACHE_HOME to a folder "
@@ -195,14 +190,36 @@ def cached_map(
         ) from error
 
 
-def _alone(file: Path) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[None]:
     """Lets one process of this machine at a time make the file, such as one of a node's ranks that start together.
 
     The lock lies in the machine's own folder: the kernel frees it when its holder ends, which network file systems may
     not.
+
+    Raises:
+        UserError: it cannot be had, or another process has it for `PREPARING_S`.
     """
-    lock = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{file.stem}.lock"
-    return contextlib.nullcontext() if file.is_file() else filelock.FileLock(lock, timeout=PREPARING_S)
+    if file.is_file():
+        yield
+        return
+    path = Path(tempfile.gettempdir()) / f"megarl-{os.getuid()}-{file.stem}.lock"
+    lock = filelock.FileLock(path)
+    try:
+        lock.acquire(timeout=PREPARING_S)
+    except filelock.Timeout as error:
+        raise UserError(
+            f"another process of this machine has prepared the same data for {PREPARING_S / 3600:g} hours; end it, or "
+            f"remove {path}"
+        ) from error
+    except OSError as error:
+        raise UserError(
+            f"the lock {path} cannot be made ({error.strerror or error}); set TMPDIR to a folder that you may write"
+        ) from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class _Hashing:

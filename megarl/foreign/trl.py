@@ -131,7 +131,8 @@ def _grpo(reading: Reading) -> str:
 
 def _correction(reading: Reading) -> None:
     """Sets the weight by trainer/rollout probability, which TRL's GRPO has by default where vLLM samples."""
-    corrects, vllm = reading.flag(SAMPLING["correction"], True), reading.unread.get("use_vllm") is True
+    vllm = reading.unread.get("use_vllm") is True
+    corrects = SAMPLING["correction"] not in reading.unset and reading.flag(SAMPLING["correction"], True)
     if not (corrects and vllm):
         if vllm:
             reading.set(SAMPLING["correction"], False, "algorithm.correction", "none")

@@ -16,6 +16,10 @@ logger = logging.getLogger(__name__)
 ADAPTERS = "adapters"  # folder of the adapters' runs, in that of their job
 
 
+class RunTakenError(RuntimeError):
+    """Another command opened the run folder. The message names it."""
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Paths in the folder of a run."""

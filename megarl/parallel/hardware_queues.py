@@ -52,13 +52,7 @@ def enter(layout: ParallelConfig, pushes_beside_scoring: bool = False) -> None:
 
 
 def lowest_major() -> int | None:
-    """Lowest major compute capability of this machine's GPUs; None without a driver or GPU."""
-    capability = lowest_capability()
-    return None if capability is None else capability[0]
-
-
-def lowest_capability() -> tuple[int, int] | None:
-    """Lowest compute capability of this machine's GPUs, without starting CUDA; None without a driver or GPU."""
+    """Lowest major compute capability of this machine's GPUs, without starting CUDA; None without a driver or GPU."""
     try:
         nvml = ctypes.CDLL(NVML)
     except OSError:
@@ -66,7 +60,7 @@ def lowest_capability() -> tuple[int, int] | None:
     if nvml.nvmlInit_v2():
         return None
     try:
-        count, capabilities = ctypes.c_uint(), []
+        count, majors = ctypes.c_uint(), []
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)):
             return None
         for index in range(count.value):
@@ -74,7 +68,7 @@ def lowest_capability() -> tuple[int, int] | None:
             if nvml.nvmlDeviceGetHandleByIndex_v2(ctypes.c_uint(index), ctypes.byref(device)):
                 continue  # not this user's, or lost: the checks of GPUs name it
             if not nvml.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor)):
-                capabilities.append((major.value, minor.value))
-        return min(capabilities, default=None)
+                majors.append(major.value)
+        return min(majors, default=None)
     finally:
         nvml.nvmlShutdown()

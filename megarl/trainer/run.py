@@ -147,6 +147,7 @@ class Run:
                 if self._stop.on_all_ranks():
                     self.stopped = True
                     break
+                self._check_owner()
                 self._profiler.begin_step(step)
                 yield step
                 self.done = step
@@ -173,6 +174,7 @@ class Run:
         Call it before the step: a batch that crashes the trainer is then on disk.
         """
         if self.is_rank0 and self._batches.enabled:
+            self._check_owner()
             with timeline.span("keep batch"):
                 self._batches.keep(step, PackedBatch.from_padded(batch))
 

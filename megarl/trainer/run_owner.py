@@ -18,14 +18,10 @@ from typing import Any
 import psutil
 
 from megarl.knobs import UserError
-from megarl.observe.run_folder import RunFolder
+from megarl.observe.run_folder import ADAPTERS, RunFolder, RunTakenError
 
 OWNER = "owner.json"
 ENDING_S = 20.0  # an owner that was told to end is waited for this long
-
-
-class RunTakenError(RuntimeError):
-    """Another command opened the run folder. The message names it."""
 
 
 class RunOwner:
@@ -37,6 +33,7 @@ class RunOwner:
         pid = os.getpid()
         facts = {
             "token": self._token,
+            "folder": _place(folder),  # a copy of the folder is nobody's
             "host": socket.gethostname(),
             "pid": pid,
             "process_started": psutil.Process(pid).create_time(),
@@ -61,19 +58,26 @@ class RunOwner:
 
 
 def check_ended(folder: RunFolder) -> None:
-    """Refuses a run folder whose owner still runs on this host after `ENDING_S`. Other hosts are not seen.
+    """Refuses a run folder, or one of its adapters', whose owner still runs here after `ENDING_S`.
+
+    Processes of other hosts are not seen.
 
     Raises:
         UserError: with the process.
     """
     deadline = time.monotonic() + ENDING_S
-    while _runs(owner := _read(folder.path)):
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"resume={folder.path} is still trained by process {owner['pid']} on this host since {owner['since']}; "
-                "end it first, or copy the folder and resume the copy"
-            )
-        time.sleep(0.2)
+    for run in (folder, *map(RunFolder, (folder.path / ADAPTERS).glob("*"))):
+        while _runs(owner := _read(run.path), run):
+            if time.monotonic() > deadline:
+                raise UserError(
+                    f"resume={run.path} is still trained by process {owner['pid']} on this host since "
+                    f"{owner['since']}; end it first, or copy the folder and resume the copy"
+                )
+            time.sleep(0.2)
+
+
+def _place(folder: RunFolder) -> str:
+    return str(folder.path.resolve())
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -83,9 +87,11 @@ def _read(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _runs(owner: dict[str, Any]) -> bool:
-    """True for another process of this host that has not ended."""
+def _runs(owner: dict[str, Any], folder: RunFolder) -> bool:
+    """True if the owner of this folder is another process of this host that has not ended."""
     if not owner or owner["host"] != socket.gethostname() or owner["pid"] == os.getpid():
+        return False
+    if owner["folder"] != _place(folder):
         return False
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(owner["pid"])

@@ -32,7 +32,6 @@ def make_folder(config: Config, name: str = "") -> RunFolder:
 def make_adapter_folder(job: RunFolder, name: str, config: Config) -> RunFolder:
     """Makes the folder of one adapter's run in that of its job, with its config.yaml; or reopens it."""
     folder = job.adapter(name)
-    check_ended(folder)
     folder.make(again=True)
     OmegaConf.save(OmegaConf.structured(config), folder.path / f"config{'.resumed' if config.resume else ''}.yaml")
     return folder

@@ -31,7 +31,7 @@ CLUSTERS: Bugs = {
         unit("rollout/test_gpu_placement"): [
             ("a draft's weights are not kept", '    "enable_draft_weights_cpu_backup": True,\n', ""),
             ("triton reads E4M3 on every GPU", "TRITON_READS_FP8 = (8, 9)", "TRITON_READS_FP8 = (8, 0)"),
-            ("the model's default is not looked at", "if not chosen and default:", "if not chosen and not default:"),
+            ("the model's default is not looked at", 'chosen["attention_backend"] = default', "pass"),
             ("copied projections are taken", 'sglang.get("dcp_replicate_q_proj") or ', ""),
             ("backends that copy projections are taken", ' or sglang.get("dcp_comm_backend") in REPLICATING', ""),
         ],
@@ -85,7 +85,11 @@ CLUSTERS: Bugs = {
                 "(folder.metrics, folder.samples)",
             ),
         ],
-        unit("trainer/test_run_metrics"): [("another's metrics go on", "            self._check_owner()\n", "")],
+        unit("trainer/test_run_metrics"): [
+            ("another's metrics go on", "self._check_owner()\n            self._logger", "self._logger"),
+            ("another's batches are kept", "self._check_owner()\n            with timeline", "with timeline"),
+            ("another's steps go on", "self._check_owner()\n                self._profiler", "self._profiler"),
+        ],
     },
     "megarl/trainer/replay/kept_batches.py": {
         unit("trainer/test_flush"): [("half a batch gets its name", "            flush(writing)\n", "")],
@@ -137,7 +141,8 @@ CLUSTERS: Bugs = {
             ("flash-attn has sinks", '    if block.sinks:\n        return "has no sinks"\n', ""),
             ("flash-attn takes large heads on 8.9", " if capability in _FLASH_WIDE else _FLASH_HEADS", ""),
             ("flash-attn need not be there", 'return "" if is_installed else _NOT_INSTALLED', 'return ""'),
-            ("cut sequences may store scores", "limit <= UNFUSED_TOKENS and not is_cut", "limit <= UNFUSED_TOKENS"),
+            ("cut sequences may store scores", "not (is_cut or is_long)", "not is_long"),
+            ("long sequences may store scores", "not (is_cut or is_long)", "not is_cut"),
             ("one kernel of two is not enough", "if not cudnn or not flash:", "if not cudnn and not flash:"),
             ("a variable chooses a kernel", ', "NVTE_UNFUSED_ATTN")', ")"),
         ],
@@ -213,7 +218,8 @@ CLUSTERS: Bugs = {
     },
     "megarl/actor/reports.py": {
         unit("actor/test_policy"): [
-            ("means over tokens count like the loss", "counts.get(name, weight) * value", "weight * value")
+            ("metrics keep their graph", "return value.detach() if", "return value if"),
+            ("means over tokens count like the loss", "counts.get(name, weight) * value", "weight * value"),
         ],
     },
     "megarl/algorithms/policy_gradient.py": {
@@ -226,6 +232,8 @@ CLUSTERS: Bugs = {
             ("a folder is everybody's", 'owner.get("token", self._token) != self._token', "False"),
             ("a number is enough", 'abs(process.create_time() - owner["process_started"]) < 1', "True"),
             ("a zombie runs", "return same and process.status() != psutil.STATUS_ZOMBIE", "return same"),
+            ("a copy is its original's", 'if owner["folder"] != _place(folder):', "if False:"),
+            ("adapters are resumed beside themselves", 'ADAPTERS).glob("*")', 'ADAPTERS).glob("none")'),
             ("hosts share numbers", 'owner["host"] != socket.gethostname() or ', ""),
         ],
     },

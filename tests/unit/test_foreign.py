@@ -123,6 +123,7 @@ UNCHANGED = dict.fromkeys(SEQUENCE_MASK)
         ({"use_vllm": True}, SEQUENCE_MASK),
         ({"use_vllm": True, "vllm_importance_sampling_correction": False, "vllm_importance_sampling_cap": 2.0},
          {**UNCHANGED, "": "none"}),
+        ({"use_vllm": True, "vllm_importance_sampling_correction": None}, {**UNCHANGED, "": "none"}),
         ({"use_vllm": True, "vllm_importance_sampling_cap": 2.0, "vllm_importance_sampling_clip_max": 4.0},
          {**SEQUENCE_MASK, "_high": 2.0}),
         ({"use_vllm": True, "vllm_importance_sampling_clip_max": 0.4,

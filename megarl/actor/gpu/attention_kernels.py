@@ -1,7 +1,7 @@
 """Attention kernels that Transformer Engine has for packed sequences, by GPU. Imports no Megatron.
 
-Transformer Engine 2.12.0 takes cuDNN's or flash-attn's. Where neither serves, its unfused attention stores all scores,
-and takes no sequences cut over ranks. Plans of memory count no scores. Only what its source rules out is refused:
+Transformer Engine 2.12.0 takes cuDNN's or flash-attn's. Where neither serves, its unfused attention stores the scores
+of all sequences, padded to the longest, which plans of memory do not count. It takes no sequences cut over ranks.
 
     rule                                                   source (common/fused_attn, dot_product_attention)
     cuDNN: packed sequences from 9.0 on, not on 12.0       fused_attn.cpp:395, utils.py:693
@@ -18,13 +18,12 @@ from collections.abc import Mapping
 
 from transformers import PretrainedConfig
 
-from megarl.actor.config import EngineConfig
 from megarl.families import decoder
 from megarl.families.blocks import Attention, LatentAttention
 from megarl.knobs import UserError
 from megarl.parallel.config import ParallelConfig
 
-UNFUSED_TOKENS = 2048  # microbatches of so few tokens may store their scores
+UNFUSED_TOKENS = 2048  # sequences of so few tokens may store their scores
 VARIABLES = ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN")
 
 _CUDNN_PACKED = (9, 0)  # lowest compute capability on which cuDNN's attention takes packed sequences
@@ -51,12 +50,12 @@ def check_variables(environment: Mapping[str, str]) -> None:
 
 
 def check_kernels(
-    config: EngineConfig,
     parallel: ParallelConfig,
     model: PretrainedConfig,
     on_te: bool,
     capability: tuple[int, int] | None,
     has_flash_attention: bool,
+    longest: int | None = None,
     trains: bool = True,
 ) -> None:
     """Refuses a model whose packed sequences no kernel takes, or only one that would store long sequences' scores.
@@ -65,28 +64,29 @@ def check_kernels(
         on_te: the engine has Transformer Engine's layers.
         capability: the lowest of this machine's GPUs; None without one.
         has_flash_attention: the package flash_attn is installed.
+        longest: tokens of the longest sequence; None where it is not known, and scores may be stored.
         trains: the engine computes gradients.
 
     Raises:
-        UserError: naming the knob, the GPU and what each kernel lacks.
+        UserError: naming the layout or the length, the GPU and what each kernel lacks.
     """
-    is_cut, limit = parallel.cp_size > 1, config.max_tokens_per_mb
-    if not on_te or capability is None or (limit <= UNFUSED_TOKENS and not is_cut):
+    is_cut, is_long = parallel.cp_size > 1, longest is not None and longest > UNFUSED_TOKENS
+    if not on_te or capability is None or not (is_cut or is_long):
         return
     for block in decoder(model).attentions:
         cudnn, flash = cudnn_lacks(block, capability, trains), flash_lacks(block, capability, has_flash_attention)
         if not cudnn or not flash:
             continue
-        knob = f"parallel.cp_size={parallel.cp_size}" if is_cut else f"actor.max_tokens_per_mb={limit}"
+        what = f"parallel.cp_size={parallel.cp_size} needs" if is_cut else f"sequences of up to {longest} tokens need"
         remedies = ["install it"] if flash == _NOT_INSTALLED else []
         remedies.append("set actor.backend=torch")
         if not is_cut:
-            remedies.append(f"lower actor.max_tokens_per_mb to {UNFUSED_TOKENS}")
+            remedies.append(f"shorten them to {UNFUSED_TOKENS} (train_dataset.max_length, gconfig.max_new_tokens)")
         raise UserError(
-            f"{knob} on Transformer Engine's layers needs cuDNN's attention or flash-attn for a {model.model_type} "
-            f"model's heads of {block.head_dim}{' with sinks' if block.sinks else ''}, and on this GPU of compute "
-            f"capability {'.'.join(map(str, capability))} cuDNN's {cudnn} and flash-attn {flash}"
-            f"{'' if is_cut else ', so all scores would be stored'}; {', or '.join(remedies)}"
+            f"{what} cuDNN's attention or flash-attn on Transformer Engine's layers for a {model.model_type} model's "
+            f"heads of {block.head_dim}{' with sinks' if block.sinks else ''}, and on this GPU of compute capability "
+            f"{'.'.join(map(str, capability))} cuDNN's {cudnn} and flash-attn {flash}"
+            f"{'' if is_cut else ', so all their scores would be stored'}; {', or '.join(remedies)}"
         )
 
 

@@ -86,20 +86,21 @@ def check_backends(dtype: str, sglang: Mapping[str, Any], colocated: bool) -> No
         )
 
 
-def check_cache(kv_cache_dtype: str, sglang: Mapping[str, Any], default: str = "") -> None:
+def check_cache(
+    capability: tuple[int, int] | None, kv_cache_dtype: str, sglang: Mapping[str, Any], default: str
+) -> None:
     """Refuses an 8-bit cache on GPUs where Triton's attention would read it.
 
-    `default` is the backend that SGLang takes for the model on GPUs before Hopper, "" where it is not known.
+    `default` is the backend that SGLang takes for the model on GPUs before Hopper, "" if it is not Triton's.
 
     Raises:
         UserError: naming the GPUs and what serves.
     """
-    capability = hardware_queues.lowest_capability()
     if kv_cache_dtype == "auto" or capability is None or capability >= TRITON_READS_FP8:
         return
     chosen = {name: sglang.get(name) for name in ATTENTION_ARGUMENTS if sglang.get(name) is not None}
-    if not chosen and default:
-        chosen = {"attention_backend": default}
+    if "attention_backend" not in chosen and len(chosen) < len(ATTENTION_ARGUMENTS) - 1:  # of prefill, decode or both
+        chosen["attention_backend"] = default
     for name in [name for name, backend in chosen.items() if backend == "triton"]:
         raise UserError(
             f"sglang.{name}=triton{'' if name in sglang else ', the default for this model,'} cannot read "

@@ -47,6 +47,8 @@ def number_gpus() -> None:
         return
     import torch
 
+    if not torch.cuda.is_available():
+        return
     torch.cuda.init()
     try:
         numbers = [str(torch.cuda._get_nvml_device_index(gpu)) for gpu in range(torch.cuda.device_count())]

@@ -190,7 +190,6 @@ def check_server_config(config: SGLangServerConfig, model_path: str | Path, sgla
             raise UserError(f"sglang.{key}={value!r} must be 1: {MUST_BE_ONE[key]}")
     if uses_gpu(config):
         gpu_backends.check_backends(config.dtype, sglang, config.colocate)
-        gpu_backends.check_cache(config.kv_cache_dtype, sglang)
     if config.colocate and uses_gpu(config) and not has_memory_saver():
         raise UserError(
             "server.colocate=true needs the package torch_memory_saver, with which servers give up their memory; "

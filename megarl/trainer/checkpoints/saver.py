@@ -28,11 +28,11 @@ from megarl.actor.weights.adapter_shards import shape_of
 from megarl.config import SaverConfig
 from megarl.families import with_adapters
 from megarl.knobs import UserError
+from megarl.observe.run_folder import RunTakenError
 from megarl.parallel import platform
 from megarl.parallel.broadcast import broadcast_json, gather_json
 from megarl.trainer.checkpoints import manifest, rng_state, trainer_state
 from megarl.trainer.checkpoints.manifest import REMOVING, WRITING, Damaged
-from megarl.trainer.run_owner import RunTakenError
 
 ACTOR = "actor"  # the engine that every run has
 

@@ -33,7 +33,7 @@ from megarl.trainer.replay.checks import check_replay
 from megarl.types import PackedBatch, cu_seqlens_of
 
 TE = EngineConfig(dtype="bfloat16", backend="te")
-SHORT = dataclasses.replace(TE, max_tokens_per_mb=attention_kernels.UNFUSED_TOKENS)
+LONG, SHORT = 16384, attention_kernels.UNFUSED_TOKENS  # tokens of the longest sequence
 QWEN, GEMMA, SINKS, LATENT = Qwen3Config(head_dim=128), Gemma3TextConfig(), GptOssConfig(), DeepseekV3Config()
 HUGE = Qwen3Config(head_dim=512)
 
@@ -84,31 +84,31 @@ def test_models_that_no_kernel_takes_are_refused(
     model: PretrainedConfig, capability: tuple[int, int], flash: bool, message: str, cp_size: int
 ) -> None:
     def check() -> None:
-        attention_kernels.check_kernels(TE, ParallelConfig(cp_size=cp_size), model, True, capability, flash)
+        attention_kernels.check_kernels(ParallelConfig(cp_size=cp_size), model, True, capability, flash, LONG)
 
     if not message:
         check()
         return
     line = refusal(check)
     assert message in line
-    assert line.startswith("actor.max_tokens_per_mb=16384 on" if cp_size == 1 else "parallel.cp_size=2 on")
+    assert line.startswith("sequences of up to 16384 tokens need" if cp_size == 1 else "parallel.cp_size=2 needs")
     assert ("; install it, or set actor.backend=torch" in line) == ("flash-attn is not installed" in line)
-    assert ("so all scores would be stored" in line) == (cp_size == 1)
-    assert line.endswith(", or lower actor.max_tokens_per_mb to 2048" if cp_size == 1 else "set actor.backend=torch")
+    assert ("so all their scores would be stored" in line) == (cp_size == 1)
+    assert line.endswith(" gconfig.max_new_tokens)" if cp_size == 1 else "set actor.backend=torch")
 
 
-def test_the_smallest_microbatches_may_store_their_scores_unless_they_are_cut() -> None:
+def test_short_sequences_may_store_their_scores_unless_they_are_cut() -> None:
     arguments = QWEN, True, (8, 0), False
-    attention_kernels.check_kernels(SHORT, ParallelConfig(), *arguments)
-    longer = dataclasses.replace(SHORT, max_tokens_per_mb=attention_kernels.UNFUSED_TOKENS + 1)
-    for config, parallel in ((longer, ParallelConfig()), (SHORT, ParallelConfig(cp_size=2))):
-        refusal(lambda config=config, parallel=parallel: attention_kernels.check_kernels(config, parallel, *arguments))
+    for longest in (None, SHORT):
+        attention_kernels.check_kernels(ParallelConfig(), *arguments, longest)
+    for parallel, longest in ((ParallelConfig(), SHORT + 1), (ParallelConfig(cp_size=2), SHORT)):
+        refusal(lambda two=(parallel, longest): attention_kernels.check_kernels(two[0], *arguments, two[1]))
 
 
 def test_log_probs_alone_take_heads_of_any_size_on_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, (10, 0), flash=False)
-    run_all(kernel_checks(TE, ParallelConfig(), LATENT, trains=False))
-    assert "trains heads" in refusal(lambda: run_all(kernel_checks(TE, ParallelConfig(), LATENT)))
+    run_all(kernel_checks(TE, ParallelConfig(), LATENT, longest=LONG, trains=False))
+    assert "trains heads" in refusal(lambda: run_all(kernel_checks(TE, ParallelConfig(), LATENT, longest=LONG)))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_only_layers_of_transformer_engine_on_a_gpu_are_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     machine(monkeypatch, capability, flash=False, te=te)
-    listed = kernel_checks(EngineConfig(**{"dtype": "bfloat16", **fields}), ParallelConfig(), QWEN)
+    listed = kernel_checks(EngineConfig(**{"dtype": "bfloat16", **fields}), ParallelConfig(), QWEN, longest=LONG)
     assert len(checks.failures(listed)) == is_refused
 
 
@@ -144,7 +144,7 @@ def test_an_engine_is_refused_before_its_layers_are_built(
         engine, "kernel_checks", lambda *of_model, trains: asked.append(trains) or listed(*of_model, trains=trains)
     )
     config = dataclasses.replace(TE, path=str(checkpoints("qwen3", tied=True)))
-    line = refusal(lambda: engine.MegatronEngine(config, trainable=trainable))
+    line = refusal(lambda: engine.MegatronEngine(config, ParallelConfig(cp_size=2), trainable=trainable))
     assert "heads of 16, and on this GPU of compute capability 8.0" in line
     assert asked == [trainable]
 
@@ -153,7 +153,12 @@ def test_a_run_and_a_replay_are_refused_before_data_is_read(
     checkpoints: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine(monkeypatch, (8, 0), flash=False)
-    knobs = ["+experiment=gsm8k_sft", "actor.dtype=bfloat16", f"actor.path={checkpoints('qwen3', tied=True)}"]
+    knobs = [
+        "+experiment=gsm8k_sft",
+        "train_dataset.max_length=4096",
+        "actor.dtype=bfloat16",
+        f"actor.path={checkpoints('qwen3', tied=True)}",
+    ]
     config = cli.composed(knobs)
     assert "and on this GPU of compute capability 8.0" in refusal(lambda: read_inputs(config, rank=0))
     nothing = PackedBatch(cu_seqlens_of(torch.tensor([3])), {})
@@ -163,7 +168,9 @@ def test_a_run_and_a_replay_are_refused_before_data_is_read(
 def test_a_head_node_without_the_ranks_gpus_judges_none(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, (8, 0), flash=False)
     monkeypatch.delenv("RANK", raising=False)
-    config = cli.composed(["+experiment=gsm8k_sft", "actor.dtype=bfloat16", "launcher=ray"])
+    config = cli.composed(
+        ["+experiment=gsm8k_sft", "train_dataset.max_length=4096", "actor.dtype=bfloat16", "launcher=ray"]
+    )
     assert checks.failures(checks.kernel_checks(config, QWEN)) == []
     monkeypatch.setenv("RANK", "0")
     assert len(checks.failures(checks.kernel_checks(config, QWEN))) == 1

@@ -11,10 +11,11 @@ import torch
 
 from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.policy import MegatronPPOActor
+from megarl.actor.reports import detached
 from megarl.actor.weights import hf_weights
 from megarl.algorithms import ALGORITHMS, algorithm_of
 from megarl.parallel.determinism import OFF, Determinism, same_bits
-from megarl.types import PackedBatch, cu_seqlens_of
+from megarl.types import PackedBatch, TokenMean, cu_seqlens_of
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -104,6 +105,15 @@ def test_metrics_do_not_depend_on_how_the_batch_was_cut(folder: Path, aggregate:
     assert stats[0] == pytest.approx(stats[1], rel=1e-4)
     assert 0 < stats[0]["clip_fraction"] < 1
     assert 0 < stats[0]["rejected"] < 1
+
+
+def test_metrics_keep_no_graph() -> None:
+    with_graph = torch.ones(1, requires_grad=True).sum()
+    metrics = detached({"mean": TokenMean(with_graph, with_graph), "plain": with_graph, "number": 2.0})
+    assert metrics["number"] == 2.0
+    mean = metrics["mean"]
+    assert isinstance(mean, TokenMean)
+    assert [part.requires_grad for part in (*mean, metrics["plain"])] == [False] * 3  # type: ignore[union-attr]
 
 
 @pytest.mark.cpu_options("rollout and trainer compute the same bits on CPU only")

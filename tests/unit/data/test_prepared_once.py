@@ -53,3 +53,10 @@ def test_who_waits_for_longer_than_a_day_says_for_whom(monkeypatch: pytest.Monke
     monkeypatch.setattr(prepare, "content_hash", lambda rows: "the same")
     assert list(cached_map(held, convert, FEATURES, ["held"], "holding")["double"]) == [0]
     assert list(cached_map(held, convert, FEATURES, ["held"], "holding")["double"]) == [0]
+
+
+def test_a_lock_that_cannot_be_made_is_named_with_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(prepare.tempfile, "tempdir", str(tmp_path / "nowhere"))
+    (tmp_path / "nowhere").write_text("no folder")
+    with pytest.raises(UserError, match=rf"the lock {tmp_path}/nowhere/megarl-.* cannot be made .*; set TMPDIR to a"):
+        cached_map(ROWS, lambda row, _: {"double": row["number"]}, FEATURES, ["unlocked"], "holding")

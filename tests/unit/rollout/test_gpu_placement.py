@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DeepseekV3Config, GptOssConfig, PretrainedConfig, Qwen3MoeConfig
 
-from megarl import checks, cli, served_checks
+from megarl import checks, cli
 from megarl.knobs import UserError
 from megarl.parallel import hardware_queues, platform
 from megarl.parallel.determinism import OFF
@@ -59,6 +59,8 @@ TRITON_8_0 = r"sglang.attention_backend=triton{} cannot read server.kv_cache_dty
         ),
         ((8, 0), {}, "triton", TRITON_8_0.format(", the default for this model,") + ".*; set kv_cache_dtype=auto$"),
         ((8, 0), {"attention_backend": "flashinfer"}, "triton", None),
+        ((8, 0), {"prefill_attention_backend": "flashinfer"}, "triton", TRITON_8_0.format(", the default .*,")),
+        ((8, 0), {f"{part}_attention_backend": "fa3" for part in ("prefill", "decode")}, "triton", None),
         ((8, 0), {}, "", None),
         ((8, 9), {"attention_backend": "triton"}, "triton", None),
         (None, {"attention_backend": "triton"}, "triton", None),
@@ -69,13 +71,11 @@ def test_an_8_bit_cache_is_refused_where_tritons_attention_cannot_read_it(
     arguments: dict[str, Any],
     default: str,
     message: str | None,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Triton has E4M3 from compute capability 8.9 on; a server of an A100 would end at its first kernel."""
-    monkeypatch.setattr(hardware_queues, "lowest_capability", lambda: capability)
-    gpu_backends.check_cache("auto", arguments, default)
+    gpu_backends.check_cache(capability, "auto", arguments, default)
     with contextlib.nullcontext() if message is None else pytest.raises(UserError, match=message):
-        gpu_backends.check_cache("fp8_e4m3", arguments, default)
+        gpu_backends.check_cache(capability, "fp8_e4m3", arguments, default)
 
 
 @pytest.mark.parametrize(
@@ -90,11 +90,20 @@ def test_an_8_bit_cache_is_refused_where_tritons_attention_cannot_read_it(
 def test_models_whose_attention_is_tritons_by_default_have_no_8_bit_cache_on_an_a100(
     model: PretrainedConfig, dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hardware_queues, "lowest_capability", lambda: (8, 0))
+    monkeypatch.setattr(platform, "compute_capability", lambda: (8, 0))
     knobs = ["server.device=cuda", f"server.dtype={dtype}", "server.kv_cache_dtype=fp8_e4m3"]
     config = cli.composed(["+experiment=gsm8k_grpo", *knobs])
-    found = checks.failures(served_checks.served_checks(config, model))
+    found = checks.failures(checks.kernel_checks(config, model))
     assert any("triton, the default for this model, cannot read" in text for text in found) == refused
+    planned = checks.failures([*checks.model_checks(config, model), *checks.server_checks(config, Path("model"))])
+    assert not any("cannot read" in text for text in planned), "a plan may be for other GPUs than this machine's"
+
+
+def test_names_of_gpus_stay_where_a_server_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-5e1f")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    number_gpus()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "GPU-5e1f"
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -110,6 +119,7 @@ def test_gpus_named_by_uuid_have_numbers_once_cuda_has_read_the_uuids(
         return (5, 2)[gpu]
 
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "init", lambda: read.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "_get_nvml_device_index", number)

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from megarl.config import Config, SaverConfig
 from megarl.observe.logger import LoggerConfig, read_metrics
 from megarl.observe.metrics import stats_tracker
-from megarl.observe.run_folder import RunFolder
+from megarl.observe.run_folder import RunFolder, RunTakenError
 from megarl.trainer.checkpoints.saver import ACTOR
 from megarl.trainer.run import Run
-from megarl.trainer.run_owner import RunOwner, RunTakenError
+from megarl.trainer.run_owner import RunOwner
 
 
 class Engine:
@@ -204,12 +204,31 @@ def test_a_run_resumed_in_the_process_that_it_died_in_covers_every_step_once(fol
     assert [row["step"] for row in superseded] == [6]
 
 
-def test_a_run_whose_folder_another_command_opened_ends_before_it_writes_more(folder: RunFolder) -> None:
+@pytest.mark.parametrize("every_steps", [1, 100])
+def test_a_run_whose_folder_another_command_opened_ends_before_its_next_step(
+    every_steps: int, folder: RunFolder
+) -> None:
+    taken = []
+
     def after(run: Run, step: int) -> None:
+        taken.append(step)
         if step == 3:
             RunOwner(folder)
 
     with pytest.raises(RunTakenError, match="two commands cannot write one run"):
-        train(folder, every_steps=1, after=after, checkpoints=2)
-    assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2, 3]
+        train(folder, every_steps, after=after, checkpoints=2)
+    assert taken == [1, 2, 3]
+    assert [row["step"] for row in read_metrics(folder.metrics)] == ([1, 2, 3] if every_steps == 1 else [2])
     assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000002"]
+
+
+def test_a_run_whose_folder_another_command_opened_in_a_step_writes_nothing_there(folder: RunFolder) -> None:
+    config = Config(saver=SaverConfig(keep_batches=1, export_hf=False), logger=LoggerConfig(tensorboard=False))
+    with Run(config, folder, {ACTOR: Engine()}, {}, time.monotonic()) as run:  # type: ignore[dict-item]
+        RunOwner(folder)
+        with pytest.raises(RunTakenError, match="two commands cannot write one run"):
+            run.keep_batch(1, {})
+        with pytest.raises(RunTakenError, match="two commands cannot write one run"):
+            run.log(1)
+    assert folder.metrics.read_text() == ""
+    assert not folder.batches.exists() or not list(folder.batches.iterdir())

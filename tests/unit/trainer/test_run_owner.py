@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -13,12 +14,13 @@ from typing import Any
 import psutil
 import pytest
 
+from megarl import cli
 from megarl.config import Config, SaverConfig
 from megarl.knobs import UserError
-from megarl.observe.run_folder import RunFolder
+from megarl.observe.run_folder import RunFolder, RunTakenError
 from megarl.trainer import run_owner
 from megarl.trainer.checkpoints.saver import CheckpointError, Saver
-from megarl.trainer.run_owner import RunOwner, RunTakenError, check_ended
+from megarl.trainer.run_owner import RunOwner, check_ended
 from megarl.trainer.saved_config import make_adapter_folder, make_folder
 
 
@@ -79,13 +81,15 @@ def test_a_run_that_is_still_trained_here_is_not_resumed(
     config = Config(resume=str(folder.path))
 
     def resume() -> None:
-        make_adapter_folder(folder, "one", config) if adapters else make_folder(config)
+        make_folder(config)
 
     owned = make_adapter_folder(folder, "one", Config()) if adapters else folder
     owned_by(owned, other)
     with pytest.raises(UserError, match=rf"still trained by process {other.pid} on this host since .*; end it first"):
         resume()
-    assert not (owned.path / "config.resumed.yaml").exists()
+    assert not (folder.path / "config.resumed.yaml").exists()
+    copied = shutil.copytree(folder.path, folder.path.with_name("copy"))
+    make_folder(Config(resume=str(copied)))
     owned_by(owned, other, host="another")
     resume()
     owned_by(owned, other, process_started=1.0)  # another process had its number
@@ -102,3 +106,14 @@ def test_a_folder_of_an_earlier_version_has_no_owner(folder: RunFolder) -> None:
     owner = RunOwner(folder)
     (folder.path / run_owner.OWNER).unlink()
     owner.check()
+
+
+def test_the_end_of_an_earlier_command_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def command(_: list[str]) -> int:
+        raise RunTakenError("runs/x was opened by process 7")
+
+    monkeypatch.setattr(sys, "argv", ["megarl"])
+    with pytest.raises(SystemExit) as ended:
+        cli.exit_with(command)
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "megarl: runs/x was opened by process 7\n"
