@@ -212,14 +212,14 @@ def test_a_run_whose_folder_another_command_opened_ends_before_its_next_step(
 
     def after(run: Run, step: int) -> None:
         taken.append(step)
-        if step == 3:
+        if step == 4:
             RunOwner(folder)
 
     with pytest.raises(RunTakenError, match="two commands cannot write one run"):
-        train(folder, every_steps, after=after, checkpoints=2)
-    assert taken == [1, 2, 3]
-    assert [row["step"] for row in read_metrics(folder.metrics)] == ([1, 2, 3] if every_steps == 1 else [2])
-    assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000002"]
+        train(folder, every_steps, after=after, checkpoints=3)
+    assert taken == [1, 2, 3, 4]
+    assert [row["step"] for row in read_metrics(folder.metrics)] == ([1, 2, 3, 4] if every_steps == 1 else [3])
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step_000003"]
 
 
 def test_a_run_whose_folder_another_command_opened_in_a_step_writes_nothing_there(folder: RunFolder) -> None:
