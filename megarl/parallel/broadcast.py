@@ -22,6 +22,11 @@ LONGEST_POLL_S = 0.1
 PIECE_BYTES = 2**28  # of a tensor on the device at a time, while a batch is handed out
 
 
+def is_rank0() -> bool:
+    """True on rank 0, and in a process without others."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
 def await_rank0(timeout_s: float) -> None:
     """Waits on the host until rank 0 comes here too. All ranks call it; on the CPU it does nothing.
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from rich.progress import track
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,7 +25,7 @@ from megarl.data.mixture import Mixture
 from megarl.data.prepare import content_hash
 from megarl.hub import local_folder
 from megarl.knobs import UserError
-from megarl.parallel.broadcast import gather_json
+from megarl.parallel.broadcast import gather_json, is_rank0
 from megarl.types import PackedBatch
 
 ROWS_AT_ONCE = 256
@@ -73,7 +72,7 @@ def stored(
     if all(gather_json(path.is_file())):
         return _Stored(load_file(path))
     tensors = _compute(build(), parts, pack)  # a collective: all ranks or none
-    if _is_rank0():
+    if is_rank0():
         _write(path, tensors)
     gather_json(None)  # the others look once rank 0 has written
     if not path.is_file():  # another machine's folder
@@ -87,7 +86,7 @@ def _compute(
     """`row_ids` and `lengths` (trained tokens) `[sequences]`, and the log-probs of these tokens, end to end."""
     columns: dict[str, list[Tensor]] = {"row_ids": [], "lengths": [], "logprobs": []}
     chunks = [(part, start) for part in parts for start in range(0, len(part), ROWS_AT_ONCE)]
-    for part, start in track(chunks, "reference log-probs", disable=not _is_rank0()):
+    for part, start in track(chunks, "reference log-probs", disable=not is_rank0()):
         batch = pack([part[i] for i in range(start, min(start + ROWS_AT_ONCE, len(part)))])
         mask = batch["loss_mask"]
         columns["row_ids"].append(batch["row_ids"])
@@ -95,10 +94,6 @@ def _compute(
         columns["logprobs"].append(reference.compute_logp(batch)[mask])
     reference.offload()
     return {name: torch.cat(values) for name, values in columns.items()}
-
-
-def _is_rank0() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _write(path: Path, tensors: dict[str, Tensor]) -> None:

@@ -19,6 +19,7 @@ import psutil
 
 from megarl.knobs import UserError
 from megarl.observe.run_folder import ADAPTERS, RunFolder, RunTakenError
+from megarl.parallel import rendezvous
 
 OWNER = "owner.json"
 ENDING_S = 20.0  # an owner that was told to end is waited for this long
@@ -39,9 +40,7 @@ class RunOwner:
             "process_started": psutil.Process(pid).create_time(),
             "since": time.strftime("%Y-%m-%d %H:%M:%S"),
         }
-        new = folder.path / f"{OWNER}.{self._token}"
-        new.write_text(json.dumps(facts))
-        new.replace(folder.path / OWNER)
+        rendezvous.publish(folder.path, OWNER, json.dumps(facts))
 
     def check(self) -> None:
         """Reads the folder's owner again. A folder whose file is gone is nobody else's.

@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
-from megarl.parallel.broadcast import broadcast_json
+from megarl.parallel.broadcast import broadcast_json, is_rank0
 
 REPEAT_S = 1.0  # a second signal within this time is the same request
 
@@ -27,9 +25,9 @@ class StopSignal:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        handler = self._on_signal if is_rank0() else signal.SIG_IGN
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_signal if is_rank0 else signal.SIG_IGN)
+            self._previous[number] = signal.signal(number, handler)
         return self
 
     def _on_signal(self, number: int, _: Any) -> None:

@@ -30,7 +30,7 @@ from megarl.families import with_adapters
 from megarl.knobs import UserError
 from megarl.observe.run_folder import RunTakenError
 from megarl.parallel import platform
-from megarl.parallel.broadcast import broadcast_json, gather_json
+from megarl.parallel.broadcast import broadcast_json, gather_json, is_rank0
 from megarl.trainer.checkpoints import manifest, rng_state, trainer_state
 from megarl.trainer.checkpoints.manifest import REMOVING, WRITING, Damaged
 
@@ -95,7 +95,7 @@ class Saver:
         self._lines = lines
         self._pending: _Write | None = None
         self._damaged: set[str] = set()  # names of checkpoints that a resume passed over
-        self._is_rank0 = not dist.is_initialized() or dist.get_rank() == 0
+        self._is_rank0 = is_rank0()
 
     def due(self, step: int) -> bool:
         """True if a checkpoint is due after `step`."""

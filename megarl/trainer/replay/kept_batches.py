@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from megarl.actor.weights import saved_file
 from megarl.algorithms import AlgorithmConfig, name_of
 from megarl.config import Config
 from megarl.knobs import UserError
@@ -83,9 +83,7 @@ class BatchRing:
         try:
             self.folder.mkdir(exist_ok=True)
             self._make_room(size)
-            save_file(tensors, writing, metadata=_metadata(facts_of(self._config, step), tensors))
-            writing.chmod(0o644)  # safetensors writes 0600
-            flush(writing)
+            saved_file.save(tensors, writing, _metadata(facts_of(self._config, step), tensors))
             writing.replace(path)
             flush(self.folder)
         except (OSError, SafetensorError) as error:

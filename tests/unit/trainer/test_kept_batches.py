@@ -92,7 +92,7 @@ def test_a_full_disk_is_named_and_leaves_no_half_batch(tmp_path: Path, monkeypat
         Path(path).write_bytes(b"half")
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(kept_batches, "save_file", full)
+    monkeypatch.setattr(kept_batches.saved_file, "save", full)
     ring = BatchRing(config_of(), tmp_path / "batches", print)
     with pytest.raises(KeepError, match=r"batch of step 1 could not be written to .*step_000001") as caught:
         ring.keep(1, random_batch())

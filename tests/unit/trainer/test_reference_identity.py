@@ -65,7 +65,7 @@ def test_one_rank_writes_a_folder_that_all_have(
         return [False, value]
 
     monkeypatch.setattr(reference_logprobs, "gather_json", gather)
-    monkeypatch.setattr(reference_logprobs, "_is_rank0", lambda: rank == 0)
+    monkeypatch.setattr(reference_logprobs, "is_rank0", lambda: rank == 0)
     monkeypatch.setattr(reference_logprobs, "cache_folder", lambda _: tmp_path)
     monkeypatch.setattr(reference_logprobs, "_identity", lambda *_: "reference")
     monkeypatch.setattr(reference_logprobs, "content_hash", lambda _: "")
