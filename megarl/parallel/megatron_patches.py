@@ -1,4 +1,4 @@
-"""Patches of Megatron-core 0.19.2. Two fit it to other packages' versions; the others let it run without a GPU.
+"""Patches of Megatron-core 0.19.2, and one of torch. Two fit it to other packages' versions; the others are for CPUs.
 
 Megatron-core calls `torch.cuda` directly. Without a GPU, `prepare()` replaces attributes of `torch.cuda` and of
 Megatron once, so that these calls work on the CPU. `scope()` redirects tensors created with `device="cuda"` while
@@ -112,6 +112,32 @@ MEGATRON_ATTRIBUTES: dict[tuple[str, str], tuple[Any, str]] = {
         "tensor_parallel/mappings.py:118 gathers parts of different lengths: tokens of experts over etp",
     ),
 }
+
+class _Works(list[Any]):
+    """Collectives under way that are waited for together."""
+
+    def wait(self) -> None:
+        for work in self:
+            work.wait()
+
+
+def _gather_apart() -> None:
+    """Has gloo gather the buckets of parameters one by one, where Megatron asks for all at once.
+
+    Megatron's `_coalescing_manager` (distributed/param_and_grad_buffer.py:504) takes gloo's coalesced gather. In torch
+    2.13 that damages the heap if gloo's thread ends the work before the caller has left the call, as a group of one
+    rank does: "malloc(): unaligned tcache chunk detected", or a segmentation fault.
+    """
+    group: Any = torch.distributed.ProcessGroup
+    gather = group.all_gather_single
+
+    def all_gather_single_coalesced(
+        group: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], options: Any
+    ) -> _Works:
+        return _Works(gather(group, *pair, options) for pair in zip(outputs, inputs, strict=True))
+
+    group.all_gather_single_coalesced = all_gather_single_coalesced
+
 
 # distrib_optimizer.py:466, optimizer.py:1028 and clip_grads.py:174 sort parameters by the name of their type
 _TYPE_SPELLINGS = {
@@ -273,6 +299,7 @@ def prepare() -> None:
         setattr(torch.cuda, name, replacement)
     for (module, name), (replacement, _) in MEGATRON_ATTRIBUTES.items():
         setattr(importlib.import_module(f"megatron.core.{module}"), name, replacement)
+    _gather_apart()
     # tensor_parallel/random.py: CudaRNGStatesTracker.fork swaps CUDA generator states. The inference tracker does not;
     # it is correct because dropout is 0.
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)
