@@ -113,6 +113,7 @@ MEGATRON_ATTRIBUTES: dict[tuple[str, str], tuple[Any, str]] = {
     ),
 }
 
+
 class _Works(list[Any]):
     """Collectives under way that are waited for together."""
 

@@ -39,7 +39,7 @@ def test_no_prompt_starts_while_the_servers_receive_the_trainers_version(thread:
             episode.set_result(1.0)
         return await stream._next_batch()
 
-    assert len(thread.run(finish(), 60.0, "a batch of the prompts under way")) == 2
+    assert len(thread.run(finish(), 300.0, "a batch of the prompts under way")) == 2
     assert len(workflow.begun) == 4
     for _ in range(2):  # told twice, there is no more room
         stream.set_version(1)
@@ -50,7 +50,7 @@ def test_no_prompt_starts_while_the_servers_receive_the_trainers_version(thread:
 def test_a_wait_beside_a_sync_ends_with_it_and_the_answers_that_it_withholds_come_later(
     start_server: Callable[..., Server], connect: Callable[..., RemoteSGLangEngine]
 ) -> None:
-    engine = connect(start_server(serves("1")), batch_timeout_s=60.0)
+    engine = connect(start_server(serves("1")), batch_timeout_s=300.0)
 
     class Loader:
         batch_size = 1
