@@ -80,7 +80,8 @@ def computed(
     teacher_hidden, teacher_weight = data["teacher_hidden"][rows], data["teacher_weight"][part]
     teacher: FullTeacher | TopKTeacher = FullTeacher(teacher_hidden, teacher_weight, common)
     if k is not None:
-        logits = teacher_hidden @ teacher_weight.t() / 0.8
+        with torch.autocast("cpu", enabled=False):
+            logits = teacher_hidden @ teacher_weight.t() / 0.8
         teacher = TopKTeacher(*top_k_logprobs(logits, k, vocab_valid=VOCAB, vocab_start=rank * share, group=group))
     student = Student(data["labels"], rows, VOCAB, rank * share, group, hidden.dtype, None)
     values = linear_divergence(hidden, weight, student, teacher, beta=beta, temperature=0.8, **more)
@@ -129,6 +130,16 @@ def test_a_student_equal_to_its_teacher_has_divergence_and_gradient_zero() -> No
         values, grads = computed(data, beta, None)
         assert float(values[2].abs().max()) < 1e-14
         assert all(float(grad.abs().max()) < 1e-13 for grad in grads)
+
+
+@pytest.mark.parametrize("k", [None, 5])
+def test_autocast_changes_no_bit(k: int | None) -> None:
+    data = {name: value.float() if value.is_floating_point() else value for name, value in problem().items()}
+    plain = computed(data, 0.3, k, chunk_rows=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cast = computed(data, 0.3, k, chunk_rows=4)
+    for got, expected in zip(cast, plain, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
 @pytest.mark.parametrize("k", [None, 5])

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from megarl.ops import advantage
+from megarl.ops.divergence import FullTeacher, Student, TopKTeacher, linear_divergence
 from megarl.ops.logprob import gather_logprobs_entropy, linear_logprobs, linear_token_loss, vocab_parallel_logprobs
 from megarl.ops.loss import PolicyLossSettings, policy_loss, segment_sum
 
@@ -63,6 +64,17 @@ def token_loss(i: Inputs) -> Results:
     return loss, logprob, *torch.autograd.grad(loss, (i.x, i.weight))
 
 
+def divergences(i: Inputs) -> Results:
+    student = Student(i.labels, i.labels, 6, 0, None, i.x.dtype, None)
+    teachers = FullTeacher(i.x.detach(), i.weight.detach(), 6), TopKTeacher(i.labels[:, None], i.temperatures[:, None])
+    results: list[Tensor] = []
+    for teacher in teachers:
+        values = linear_divergence(i.x, i.weight, student, teacher, beta=0.5, chunk_rows=3)
+        loss = torch.stack(values).sum()
+        results += [*values, *torch.autograd.grad(loss, (i.x, i.weight))]
+    return tuple(results)
+
+
 def losses(i: Inputs) -> Results:
     settings = PolicyLossSettings(ratio="sequence", entropy_coef=0.1, kl_estimator="k3", kl_coef=0.1)
     logprob = i.x[:, 0].contiguous()
@@ -78,7 +90,10 @@ def advantages(i: Inputs) -> Results:
     return *gae, advantage.group_advantage(r, i.labels), advantage.whiten(r, i.mask)
 
 
-@pytest.mark.parametrize("call", [rows, rows_in_place, gathered, from_hidden, token_loss, losses, advantages])
+CALLS = [rows, rows_in_place, gathered, from_hidden, token_loss, divergences, losses, advantages]
+
+
+@pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_fake_tensors_give_the_shapes_and_dtypes_of_a_real_run(
     call: Callable[[Inputs], Results], dtype: torch.dtype
