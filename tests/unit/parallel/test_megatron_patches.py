@@ -15,11 +15,9 @@ from megarl.parallel import megatron_patches, platform
 
 MEGATRON = Path(megatron.core.__file__).parent
 GATHERS = """
-import sys
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import param_and_grad_buffer as megatron
-from megarl.parallel import groups, megatron_patches
+from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 
 torch.set_num_threads(1)
