@@ -275,7 +275,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> None:
     """Writes config.json, and copies every other file of `source` that holds no weights.
 
-    Left out are hidden files, links to folders, and folders with a model of their own.
+    Left out are hidden files, links to folders, and folders with a model of their own: a config.json beside weights.
     """
     write_config(folder, config, source)
     if folder.resolve().is_relative_to(source.resolve() / WRITING):
@@ -283,9 +283,7 @@ def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> N
     for parent, folders, files in os.walk(source):
         inside = Path(parent).relative_to(source)
         folders[:] = [
-            name
-            for name in sorted(folders)
-            if not name.startswith(".") and not (Path(parent) / name / "config.json").is_file()
+            name for name in sorted(folders) if not name.startswith(".") and not _has_model(Path(parent) / name)
         ]
         for name in sorted(files):
             file = Path(parent) / name
@@ -294,6 +292,10 @@ def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> N
             if file.is_file():  # neither a pipe nor a broken link
                 (folder / inside).mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(file, folder / inside / name)
+
+
+def _has_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file() and any(name.endswith(WEIGHTS) for name in os.listdir(folder))
 
 
 def _name_files(folder: Path, files: list[str], index: dict[str, str], total: int) -> None:

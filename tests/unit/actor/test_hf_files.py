@@ -31,6 +31,7 @@ CARRIED = {  # files of a source beside its config and weights
     "additional_chat_templates/tool_use.jinja": "{{ messages }}",
     "tokenizer_v2/vocab.txt": "words",
     "original/params.json": "{}",
+    "1_Pooling/config.json": "{}",
 }
 LEFT = {  # weights, hidden files, and models of their own
     "pytorch_model.bin": "old weights",
@@ -40,6 +41,7 @@ LEFT = {  # weights, hidden files, and models of their own
     ".git/config": "",
     ".gitattributes": "",
     "checkpoint-500/config.json": "{}",
+    "checkpoint-500/model.safetensors": "weights",
     "checkpoint-500/trainer_state.json": "{}",
 }
 
