@@ -67,6 +67,7 @@ def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path
     command = Command(
         tmp_path, "+experiment=gsm8k_grpo", "train_dataset.batch_size=4", "evaluator.every_steps=0", "launcher=ray",
         "evaluator.at_start=false", "evaluator.at_end=false", "saver.export_hf=false", "logger.tensorboard=false",
+        "total_train_steps=100000",
     )  # fmt: skip
     run = RunFolder(tmp_path / "gsm8k_grpo" / "latest")
     command.wait_for(lambda: len(steps_in(run)) >= 2, "second step")

@@ -269,7 +269,7 @@ def test_a_server_that_dies_before_the_transfer_and_is_looked_after_takes_no_oth
 def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
     moment: str, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before the transfer, its deadline comes soon for this server alone: busy ones may answer late."""
+    """From then on a call's deadline comes soon for this server alone: busy ones may answer late."""
     send = ServerControl.send
 
     def sending(self: ServerControl, path: str, body: Any, deadline: Deadline) -> PendingCall:
@@ -286,19 +286,23 @@ def test_a_server_that_hangs_is_dropped_when_its_deadline_passes(
         return call
 
     scheduler = served.scheduler()
+
+    def hang(patch: pytest.MonkeyPatch) -> None:
+        scheduler.suspend()
+        patch.setattr(ServerControl, "send", sending)
+
     served.push(weights_of(make_model("qwen3", True, seed=4)))
     deadlines = {"control_deadline_s": 301.0, "transfer_deadline_s": 300.0, "connect_deadline_s": 300.0}
     if moment == "while":
-        deadlines["transfer_deadline_s"] = 20.0
+        deadlines["transfer_deadline_s"] = 60.0
     served.restart_session(**deadlines)
     start = time.monotonic()
     with monkeypatch.context() as patch:
         try:
             if moment == "before":
-                scheduler.suspend()
-                patch.setattr(ServerControl, "send", sending)
+                hang(patch)
             else:
-                before_send(patch, 4, lambda *_: scheduler.suspend())
+                before_send(patch, 4, lambda *_: hang(patch))
             report = served.push(weights_of(make_model("qwen3", True, seed=5)))
         finally:
             scheduler.resume()
