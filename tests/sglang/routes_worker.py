@@ -1,6 +1,6 @@
 """One rank of SGLang, model classes only: has its routers choose, and reads what its capturer of experts recorded.
 
-Usage: routes_worker.py 0 1 1 PORT 0 CHECKPOINT...
+Usage: routes_worker.py PARENT_PID 0 1 1 PORT 0 CHECKPOINT...
 
 For each checkpoint it prints a line of JSON. Routers and the capturer are SGLang's; experts and schedulers are left
 out.
@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from geometry_worker import arguments, start
+from geometry_worker import CHECKPOINTS, arguments, start
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
@@ -100,8 +99,8 @@ def recorded(checkpoint: str) -> dict[str, Any]:
 
 def main() -> None:
     logging.disable(logging.WARNING)
-    start(arguments(sys.argv[6], enable_return_routed_experts=True))
-    for checkpoint in sys.argv[6:]:
+    start(arguments(CHECKPOINTS[0], enable_return_routed_experts=True))
+    for checkpoint in CHECKPOINTS:
         print(json.dumps(recorded(checkpoint)), flush=True)
 
 

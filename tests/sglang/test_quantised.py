@@ -19,6 +19,7 @@ from weights_support import TOLERANCE, Served, checksums, weights_of
 from megarl.families.weight_formats import FORMATS, WHOLE, ServedFormat
 from megarl.reshard.quantised_weights import QuantisedWeights, quantised, shares_rows
 from megarl.reshard.sync.coordinator import WeightSyncError
+from megarl.reshard.sync.live_parameters import UNTOUCHED
 from megarl.reshard.transfer.store import Deadline
 from megarl.rollout.servers.sglang_server import SGLangServers
 from tests import rows
@@ -107,6 +108,11 @@ def test_a_trainer_that_does_not_quantise_is_refused(served: Served) -> None:
         served.push(weights_of(make_wide(1)))
 
 
+def compared(ranks: list[dict[str, str]]) -> list[dict[str, str]]:
+    """The checksums without those of the tensors that no sync sends."""
+    return [{name: checksum for name, checksum in rank.items() if not name.endswith(UNTOUCHED)} for rank in ranks]
+
+
 @pytest.mark.long
 def test_a_sync_leaves_what_a_fresh_load_of_the_quantised_checkpoint_leaves(
     served: Served, serve: Callable[..., SGLangServers], tmp_path: Path
@@ -116,7 +122,7 @@ def test_a_sync_leaves_what_a_fresh_load_of_the_quantised_checkpoint_leaves(
     format = format_of(served)
     served.push(QuantisedWeights(weights_of(model), format))
     fresh = serve(save_quantised(model, tmp_path, format), tp_size=served.servers.config.tp_size)
-    held, loaded = (checksums(other.control(), Deadline(120)) for other in (served, Served(fresh)))
+    held, loaded = (compared(checksums(other.control(), Deadline(300))) for other in (served, Served(fresh)))
     fresh.stop()
     assert held == loaded
 

@@ -47,7 +47,8 @@ def reports(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempP
     names = [*SERVED, *(f"{family}_other" for family in OTHERS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     port = free_ports("127.0.0.1", 1)[0]
-    command = [sys.executable, str(ROOT / "tests/sglang/routes_worker.py"), "0", "1", "1", str(port), "0"]
+    command = [sys.executable, str(ROOT / "tests/sglang/routes_worker.py")]
+    command += [str(value) for value in (os.getpid(), 0, 1, 1, port, 0)]
     done = subprocess.run(
         [*command, *(str(work / name) for name in names)], env=environment, capture_output=True, text=True, timeout=450
     )
