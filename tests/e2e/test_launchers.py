@@ -17,6 +17,7 @@ import pytest
 
 from megarl.observe.logger import read_metrics
 from megarl.observe.run_folder import RunFolder
+from megarl.parallel.watchdog import Monitor
 from megarl.rollout.servers.sglang_server import still_running
 from tests.e2e.test_main_job import Command, steps_in
 from tests.launched import ARGUMENTS, STEPS, losses, losses_of_the_local_launcher
@@ -46,6 +47,8 @@ def test_ray_gives_the_local_losses_and_a_killed_rank_ends_the_run_with_its_name
     command = Command(tmp_path / "ray", *ARGUMENTS, "total_train_steps=100000", "launcher=ray")
     run = RunFolder(tmp_path / "ray" / "gsm8k_sft" / "latest")
     command.wait_for(lambda: len(losses(run)) == STEPS, "third step")
+    records = Monitor(run.logs / "attempt_1" / "job" / "watch", 2, 600.0)
+    command.wait_for(lambda: "start" not in records.describe(1), "record of a step")  # one is flushed every 5 s
     family = command.family()
     assert listeners(family) == {"127.0.0.1"}
     ranks = {}
