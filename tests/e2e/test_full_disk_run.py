@@ -18,7 +18,6 @@ from tests.e2e.test_main_job import DEADLINE_S, steps_in
 
 ALONE = ["unshare", "--mount", "--propagation=private"]  # mounts of the process and its children alone
 AS_USER = [*ALONE, "--user", "--map-root-user"]
-MIB = 2**20
 STEPS = 400  # the disk is full long before
 SFT = ["+experiment=gsm8k_sft", "train_dataset.batch_size=4", "saver.export_hf=false", "evaluator.every_steps=0"]
 

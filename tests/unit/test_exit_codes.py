@@ -43,32 +43,36 @@ def killed_by(number: signal.Signals) -> Ending:
     return lambda folder, monkeypatch: watched(folder, [Scripted("rank 0", -number)], [], monkeypatch)
 
 
-def stuck(guard: bool) -> Ending:
-    """A run with a rank that makes no progress: `guard` is what watches under Slurm and torchrun."""
+def stuck(_: watchdog.Monitor) -> str:
+    return "rank 0 makes no progress"
 
-    def ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-        monkeypatch.setattr(watchdog.Monitor, "check", lambda _: "rank 0 makes no progress")
-        if not guard:
-            return watched(folder, [Scripted("rank 0", None)], [], monkeypatch)
 
-        def leave(code: int) -> None:
-            raise SystemExit(code)
+def stuck_under_a_launcher(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A rank that makes no progress: the launchers `local` and `ray` watch it from outside."""
+    monkeypatch.setattr(watchdog.Monitor, "check", stuck)
+    return watched(folder, [Scripted("rank 0", None)], [], monkeypatch)
 
-        monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=leave))
-        recorder = SimpleNamespace(beat=lambda: None, flush=lambda: None, beats=1)
-        with pytest.raises(SystemExit) as end:
-            watchdog._beat(recorder, True, watchdog.Monitor(folder, 1, 60.0))
-        return int(end.value.code or 0)
 
-    return ends
+def stuck_under_guard(folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """A rank that makes no progress: under Slurm and torchrun ranks watch each other."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(watchdog.Monitor, "check", stuck)
+    monkeypatch.setattr(watchdog, "os", SimpleNamespace(_exit=leave))
+    recorder = SimpleNamespace(beat=lambda: None, flush=lambda: None, beats=1)
+    with pytest.raises(SystemExit) as end:
+        watchdog._beat(recorder, True, watchdog.Monitor(folder, 1, 60.0))
+    return int(end.value.code or 0)
 
 
 MEANINGS: list[tuple[str, int, Ending]] = [
     ("has ended", 0, raising(None)),
     ("the disk is full", 1, raising(OSError(28, os.strerror(28), "/runs/x/metrics.jsonl"))),
     ("were refused", 2, raising(UserError("seed=x is no number"))),
-    ("made no progress", 70, stuck(guard=True)),
-    ("The local launcher and Ray end with 1 then", 1, stuck(guard=False)),
+    ("made no progress", 70, stuck_under_guard),
+    ("The local launcher and Ray end with 1 then", 1, stuck_under_a_launcher),
     ("Ctrl-C", 130, raising(KeyboardInterrupt())),
     ("SIGKILL", 137, killed_by(signal.SIGKILL)),
     ("SIGTERM", 143, killed_by(signal.SIGTERM)),

@@ -273,7 +273,7 @@ def _publish(temporary: Path, folder: Path) -> None:
 
 
 def write_small_files(folder: Path, config: PretrainedConfig, source: Path) -> None:
-    """Writes config.json, and copies every other file of `source` that holds no weights.
+    """Copies the files of `source` that hold no weights, and writes a config.json of its own.
 
     Left out are hidden files, links to folders, and folders with a model of their own: a config.json beside weights.
     """
