@@ -21,10 +21,10 @@ def extract_code(text: str) -> str:
     return str(blocks[-1]) if blocks else text
 
 
-def run_test(code: str, test: dict[str, str] | str) -> tuple[bool, SandboxResult]:
+def run_test(code: str, test: dict[str, str] | str, *, wall_limit_s: float | None = None) -> tuple[bool, SandboxResult]:
     """Runs one test: whether the program passes it, and the run. A program that ends before a statement fails it."""
     if isinstance(test, str):
-        result = check_statement(code, test, time_limit_s=TEST_LIMIT_S)
+        result = check_statement(code, test, time_limit_s=TEST_LIMIT_S, wall_limit_s=wall_limit_s)
         return result.ok, result
-    result = run_python(code, test["input"], time_limit_s=TEST_LIMIT_S)
+    result = run_python(code, test["input"], time_limit_s=TEST_LIMIT_S, wall_limit_s=wall_limit_s)
     return result.ok and result.stdout.split() == test["output"].split(), result

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from transformers import AutoTokenizer
 
 from megarl import cli, train
 from megarl.rollout.servers import server_config
+from tests.exit_codes import exit_code
 
 GRPO = "+experiment=gsm8k_grpo"
 TINY = Path(cli.ASSETS) / "tiny"
@@ -24,12 +24,10 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
     def run(*arguments: str) -> str:
         root = [] if any(a.startswith("run_root=") for a in arguments) else [f"run_root={tmp_path / 'runs'}"]
-        monkeypatch.setattr(sys, "argv", ["megarl.train", *arguments, *root])
         capsys.readouterr()  # what making the test's own files printed
-        with pytest.raises(SystemExit) as end:
-            cli.run_command(train.main)
+        code = exit_code(lambda given: train.main(cli.load(given)), [*arguments, *root], monkeypatch)
         captured = capsys.readouterr()
-        assert end.value.code == 2, captured
+        assert code == 2, captured
         lines = [line for line in captured.err.splitlines() if line]
         assert len(lines) == 1, lines
         assert lines[0].startswith("megarl: ")

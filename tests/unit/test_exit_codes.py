@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from megarl import cli
 from megarl.knobs import UserError
 from megarl.parallel import watchdog
+from tests.exit_codes import exit_code
 from tests.unit.launcher.test_watch import Scripted, watched
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -29,13 +28,7 @@ def raising(error: BaseException | None) -> Ending:
             raise error
         return 0
 
-    def ends(_: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-        monkeypatch.setattr(sys, "argv", ["megarl.train"])
-        with pytest.raises(SystemExit) as end:
-            cli.exit_with(command)
-        return int(end.value.code or 0)
-
-    return ends
+    return lambda folder, monkeypatch: exit_code(command, [], monkeypatch)
 
 
 def killed_by(number: signal.Signals) -> Ending:

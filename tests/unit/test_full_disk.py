@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megarl import cli
 from megarl.trainer.checkpoints.saver import CheckpointError
+from tests.exit_codes import exit_code
 
 
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
     def run(command: Callable[[list[str]], int]) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["megarl.train"])
-        with pytest.raises(SystemExit) as end:
-            cli.exit_with(command)
-        return int(end.value.code or 0), capsys.readouterr().err
+        return exit_code(command, [], monkeypatch), capsys.readouterr().err
 
     return run
 
@@ -71,6 +67,5 @@ def test_another_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> N
     def train(_: list[str]) -> int:
         raise OSError(errno.EIO, "Input/output error", "/runs/x")
 
-    monkeypatch.setattr(sys, "argv", ["megarl.train"])
     with pytest.raises(OSError, match="Input/output error"):
-        cli.exit_with(train)
+        exit_code(train, [], monkeypatch)

@@ -12,6 +12,7 @@ import pytest
 from megarl import cli
 from megarl.knobs import Range, override
 from megarl.preflight import report
+from tests.exit_codes import exit_code
 
 KNOBS = cli.knob_paths()
 RECIPES = sorted(path.stem for path in (cli.CONFIGS / "experiment").glob("*.yaml"))
@@ -82,10 +83,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
     """Runs a command as `python -m` does. Returns its exit code and its standard error."""
 
     def command(main: Callable[[list[str]], int], arguments: list[str]) -> tuple[int, str]:
-        monkeypatch.setattr(sys, "argv", ["megarl", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.exit_with(main)
-        return int(end.value.code or 0), capsys.readouterr().err
+        return exit_code(main, arguments, monkeypatch), capsys.readouterr().err
 
     return command
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,7 @@ from megarl.config import Config
 from megarl.knobs import Range, UserError, check_ranges, knob, range_errors
 from megarl.ops.loss import PolicyLossSettings
 from tests import rows
+from tests.exit_codes import exit_code
 
 pytestmark = rows.marks()
 RECIPES = {"rl": "gsm8k_grpo", "preference": "dpo"}
@@ -101,11 +101,9 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Runs a command that reads its configuration, expects exit code 2, and returns its one line."""
 
     def run(arguments: list[str]) -> str:
-        monkeypatch.setattr(sys, "argv", ["megarl.train", *arguments])
-        with pytest.raises(SystemExit) as end:
-            cli.run_command(lambda config: 0)
+        code = exit_code(lambda given: cli.load(given) is None, arguments, monkeypatch)
         text = capsys.readouterr().err
-        assert end.value.code == 2, (arguments, text)
+        assert code == 2, (arguments, text)
         assert len(text.splitlines()) == 1, (arguments, text)
         assert text.startswith("megarl: "), (arguments, text)
         return text

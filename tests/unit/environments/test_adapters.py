@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megarl.environments import code_adapter
 from megarl.environments.base import Step
 from megarl.environments.config import (
     CodeConfig,
@@ -37,6 +38,7 @@ from megarl.environments.config import (
 from megarl.environments.gymnasium_adapter import _Gymnasium
 from megarl.environments.pool import EnvironmentFault, EnvironmentPool
 from megarl.knobs import UserError
+from megarl.sandbox import client
 
 HERE = Path(__file__).parent
 PROMPT = [{"role": "user", "content": "Play."}]
@@ -177,6 +179,16 @@ def test_code_is_tested_in_the_sandbox_and_its_reward_is_the_last_fraction() -> 
     assert [(step.reward, step.done) for step in steps] == [(0.5, False), (0.5, True)]
     hidden = EnvironmentConfig(kind="code", code=CodeConfig(show_tests=False))
     assert "assert" not in texts(play(hidden, row, "x = 1")[1])[0].split(":")[0]
+
+
+def test_a_test_that_gets_its_processor_time_late_has_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call's own limit is the only one in wall time."""
+    monkeypatch.setattr(client, "LEAST_WALL_S", 0.2)
+    monkeypatch.setattr(client, "WALL_PER_CPU_S", 0.0)
+    played = code_adapter.build(1.0, True)
+    played.reset({"tests": [{"input": "", "output": "7"}, "assert done"]})
+    step = played.step("import time\nwhile time.process_time() < 1.0: pass\ndone = True\nprint(7)")
+    assert (step.reward, step.done) == (1.0, True)
 
 
 # -- MCP -------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 
-from megarl import cli
 from megarl.config import Config, SaverConfig
 from megarl.knobs import UserError
 from megarl.observe.run_folder import RunFolder, RunTakenError
@@ -22,6 +21,7 @@ from megarl.trainer import run_owner
 from megarl.trainer.checkpoints.saver import CheckpointError, Saver
 from megarl.trainer.run_owner import RunOwner, check_ended
 from megarl.trainer.saved_config import make_adapter_folder, make_folder
+from tests.exit_codes import exit_code
 
 
 @pytest.fixture
@@ -112,8 +112,5 @@ def test_the_end_of_an_earlier_command_is_one_line(monkeypatch: pytest.MonkeyPat
     def command(_: list[str]) -> int:
         raise RunTakenError("runs/x was opened by process 7")
 
-    monkeypatch.setattr(sys, "argv", ["megarl"])
-    with pytest.raises(SystemExit) as ended:
-        cli.exit_with(command)
-    assert ended.value.code == 1
+    assert exit_code(command, [], monkeypatch) == 1
     assert capsys.readouterr().err == "megarl: runs/x was opened by process 7\n"
