@@ -99,6 +99,7 @@ class Server:
         self.boxes = boxes
         self.version = 0
         self.paused = False
+        self._ordering = threading.Lock()
         self.pipes: list[Connection] = []
         self.ranks: list[Any] = []
         for rank, held in enumerate(boxes):
@@ -152,18 +153,27 @@ class Server:
             return {"weight_version": str(self.version)}
         if path == "/update_weight_version":
             self.version = int(body["new_version"])
-        if path == "/update_weights_from_tensor":
-            for pipe, pickled in zip(self.pipes, body["serialized_named_tensors"], strict=True):
+        if path == "/update_weights_from_tensor" and not self._carried_out(body["serialized_named_tensors"]):
+            return None
+        if path in ("/pause_generation", "/continue_generation"):
+            self.paused = path == "/pause_generation"
+        return {"success": True}
+
+    def _carried_out(self, orders: Sequence[str]) -> bool:
+        """Hands each rank its order and awaits the ends; False if a rank died.
+
+        One set of orders at a time, as in SGLang: the trainer may have given up one that is still under way.
+        """
+        with self._ordering:
+            for pipe, pickled in zip(self.pipes, orders, strict=True):
                 pipe.send(["order", pickle.loads(b64decode(pickled))])  # made by this test's own trainer
             for process, pipe in zip(self.ranks, self.pipes, strict=True):
                 while process.exitcode is None and not pipe.poll(POLL_S):
                     pass
                 if process.exitcode is not None:
-                    return None
+                    return False
                 pipe.recv()
-        if path in ("/pause_generation", "/continue_generation"):
-            self.paused = path == "/pause_generation"
-        return {"success": True}
+        return True
 
     def plant(self, rank: int, fault: str, message: int) -> None:
         self.pipes[rank].send(["plant", fault, message])
