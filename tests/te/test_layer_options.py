@@ -37,6 +37,8 @@ CASES: dict[int, list[tuple[str, dict[str, Any], str, str]]] = {  # by ranks: mo
     ],
 }
 NAMES = [(f"{m}-{'-'.join(layout)}-{r}-{f}", n, f) for n, cases in CASES.items() for m, layout, r, f in cases]
+FP8_ERROR = 0.2  # of the spread of log-probs
+HIDDEN = 128  # blockwise FP8 gathers features in blocks of it
 OVERLAPPED = {"off": 60, "mxfp8": 256}  # tokens of every microbatch, by fp8
 
 
@@ -46,7 +48,7 @@ def work(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFact
     folder = tmp_path_factory.mktemp("fp8")
     for name in ("qwen3", "qwen3_moe"):
         (folder / name).mkdir()
-        (folder / name / "model").symlink_to(checkpoints(name, tied=False))
+        (folder / name / "model").symlink_to(checkpoints(name, tied=False, hidden_size=HIDDEN))
         save_file(make_batch(343), folder / name / "batch.safetensors")
     cases = {
         str(ranks): [
@@ -94,7 +96,7 @@ def test_eight_bits_change_little(name: str, ranks: int, fp8: str, work: Path) -
     facts = json.loads((work / f"{name}.rank0.json").read_text())
     plain, quantised = (torch.tensor(facts[key]["logprobs"]) for key in ("plain", "changed"))
     assert len(plain) == int(LENGTHS.sum()), "padding is of no use outside the layers"
-    assert 0 < (plain - quantised).abs().mean() < 0.1
+    assert 0 < (plain - quantised).abs().mean() < FP8_ERROR * plain.std()
     for before, after in zip(facts["plain"]["stats"], facts["changed"]["stats"], strict=True):
         assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=0.2)
     assert facts["changed"]["dtypes"] == ["torch.bfloat16"], "the weights that servers get"
@@ -105,9 +107,9 @@ def test_with_overlap_every_product_fits_its_buffer(fp8: str, work: Path) -> Non
     for rank in range(2):
         facts = json.loads((work / f"overlap-{fp8}.rank{rank}.json").read_text())
         assert facts["plain"]["buffers"] == []
-        assert facts["changed"]["buffers"] == [[OVERLAPPED[fp8], 64]]
-        assert f"{OVERLAPPED[fp8]} tokens x hidden size 64 (fp8={fp8}), and this one needs " in facts["refused"]
+        assert facts["changed"]["buffers"] == [[OVERLAPPED[fp8], HIDDEN]]
+        assert f"{OVERLAPPED[fp8]} tokens x hidden size {HIDDEN} (fp8={fp8}), and this one needs " in facts["refused"]
         plain, overlapped = (torch.tensor(facts[kind]["logprobs"]) for kind in ("plain", "changed"))
-        assert (plain - overlapped).abs().mean() < (0.1 if fp8 == "mxfp8" else 1e-6)
+        assert (plain - overlapped).abs().mean() < (FP8_ERROR * plain.std() if fp8 == "mxfp8" else 1e-6)
         for before, after in zip(facts["plain"]["stats"], facts["changed"]["stats"], strict=True):
             assert after["grad_norm"] == pytest.approx(before["grad_norm"], rel=0.2 if fp8 == "mxfp8" else 1e-2)
