@@ -203,7 +203,7 @@ def _decodable(dataset: Dataset, source: str) -> Dataset:
 
 
 def _check_json(file: Path) -> None:
-    """Refuses what ends the process in Arrow's reader of JSON: a row that is null, and deep nesting."""
+    """Refuses what Arrow's reader of JSON cannot take: null rows and deep nesting end the process, NUL ends a name."""
     is_array = False
     try:
         with fsspec.open(str(file), "rb", compression="infer") as stream:
@@ -216,6 +216,10 @@ def _check_json(file: Path) -> None:
                     )
                 if NULL_ROW.match(line) and not is_array:
                     raise UserError(f"{file}, line {number}: the row is null; remove it")
+                if b"\\u0000" in line and _has_nul_in_a_name(line):
+                    raise UserError(
+                        f"{file}, line {number}: a name has the character \\u0000, at which Arrow ends it; rename it"
+                    )
         if is_array:
             _check_array(file)
     except (OSError, EOFError) as error:
@@ -241,6 +245,12 @@ def _nesting(line: bytes) -> int:
         depth += 1 if bracket in b"[{" else -1
         deepest = max(deepest, depth)
     return deepest
+
+
+def _has_nul_in_a_name(line: bytes) -> bool:
+    """True if the name of a column or field in a line of JSON has the character U+0000; texts may have it."""
+    strings = re.findall(rb'"((?:[^"\\]|\\.)*)"\s*(:?)', line)
+    return any(colon and b"\\u0000" in re.sub(rb"\\[^u]", b"", string) for string, colon in strings)
 
 
 def _json_lines(file: Path) -> list[str]:

@@ -166,6 +166,23 @@ def test_a_null_row_that_would_end_the_process_in_the_reader_is_refused(
         load_table(str(tmp_path / "train.jsonl"), "train")
 
 
+@pytest.mark.parametrize("name", [r"\u0000", r"a\u0000", r"a\\\u0000", r"\"\u0000b"])
+def test_a_name_with_nul_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
+    """Arrow ends it there: two columns with one name, and a traceback of its own."""
+    path = tmp_path / "train.jsonl"
+    for row in (f'{{"": "1", "a": "2", "{name}" : null}}', f'{{"question": {{"": "1", "{name}": "2"}}}}'):
+        path.write_text(f"{ROW}{row}\n")
+        with pytest.raises(UserError, match=r"line 2: a name has the character \\u0000, .*; rename it$"):
+            load_table(str(path), "train")
+
+
+def test_nul_in_a_text_and_a_name_with_its_escape_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.jsonl"
+    row = {"a\\u0000": "", "question": '\0": ', "answer": '"\0'}
+    path.write_text(json.dumps(row) + "\n")
+    assert load_table(str(path), "train")[0] == row
+
+
 def test_text_that_is_not_utf_8_is_refused_in_one_line(tmp_path: Path) -> None:
     lone_surrogate = "\ud800".encode("utf-8", "surrogatepass")
     content = b'{"question": "2+2", "answer": "4"}\n{"question": "%s", "answer": "4"}\n' % lone_surrogate
