@@ -31,7 +31,7 @@ from megarl.data.sources import load_rows
 from megarl.foreign.adapters import set_adapters, set_quantised_base
 from megarl.foreign.reading import Converted, Origin, Reading, plain, reading_of
 from megarl.foreign.yaml_file import load_yaml
-from megarl.knobs import UserError
+from megarl.knobs import MAX_COUNT, UserError
 from megarl.parallel.platform import takes_gpu_options
 
 
@@ -318,7 +318,8 @@ def _steps(reading: Reading, batch: int, train: list[SourceConfig]) -> None:
         if every is not None:
             reading.set(f"{name}_steps", every, knob, _steps_of(reading, f"{name}_steps", every, total) or 1)
         elif times is not None:
-            reading.set(f"{name}s_per_epoch", times, knob, max(1, int(per_epoch / times)) if times else 0)
+            between = max(1, int(min(per_epoch / times, MAX_COUNT))) if times else 0
+            reading.set(f"{name}s_per_epoch", times, knob, between)
         elif reading.unread.get(f"{name}_strategy") == "epoch":
             reading.set(reading.take(f"{name}_strategy") and f"{name}_strategy", "epoch", knob, per_epoch or total)
 

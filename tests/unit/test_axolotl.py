@@ -183,6 +183,13 @@ def test_epochs_are_counted_from_the_data_and_a_part_is_held_out() -> None:
     assert f"2 x {per_epoch} batches" in table
 
 
+@pytest.mark.parametrize(("times", "steps"), [(1e-308, 10**9), (5e-324, 10**9), (0.5, 2 * 2048 // 8), (1e9, 1), (0, 0)])
+def test_any_number_of_saves_in_an_epoch_is_a_number_of_steps(times: float, steps: int) -> None:
+    data = [{"path": "arithmetic_pairs", "type": "chat_template"}]
+    values = {"base_model": "m", "rl": "dpo", "datasets": data, "learning_rate": 1e-4, "micro_batch_size": 8}
+    assert read({**values, "saves_per_epoch": times})[0]["saver.every_steps"] == steps
+
+
 @pytest.mark.parametrize(
     ("given", "template"),
     [
