@@ -13,6 +13,7 @@ from megarl import cli
 from megarl.knobs import Range, override
 from megarl.preflight import report
 from tests.exit_codes import exit_code
+from tests.fuzzing import LONG_LIMIT_S
 
 KNOBS = cli.knob_paths()
 RECIPES = sorted(path.stem for path in (cli.CONFIGS / "experiment").glob("*.yaml"))
@@ -121,6 +122,7 @@ def test_thousands_of_random_command_lines_are_read_or_refused_in_one_line(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(LONG_LIMIT_S)
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -134,6 +136,8 @@ def test_the_plan_of_the_largest_runs_takes_less_than_2_gb(arguments: list[str])
         f"report.command({[*arguments, 'train_dataset.batch_size=65536']!r})\n"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)"
     )
-    result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=900)
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=LONG_LIMIT_S
+    )
     assert int(result.stdout.splitlines()[-1]) < 2e9
     assert "Layout" in result.stdout
