@@ -16,3 +16,9 @@ def exit_code(command: Callable[[list[str]], int], arguments: list[str], monkeyp
     with pytest.raises(SystemExit) as end:
         cli.exit_with(command)
     return int(end.value.code or 0)
+
+
+def reads_its_configuration(arguments: list[str]) -> int:
+    """A command that does nothing else."""
+    cli.load(arguments)
+    return 0

@@ -35,6 +35,7 @@ FILE_TYPES = {".parquet": "parquet", ".json": "json", ".jsonl": "json"}
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 HUB_TIMEOUT_S = 10.0
 MAX_NESTING = 200  # of lists and objects in each other; Arrow's reader of JSON ends the process at some 20,000
+JSON_STRING = rb'"((?:[^"\\]|\\.)*)"'
 NULL_ROW = re.compile(rb"(\xef\xbb\xbf)?\s*null\b")
 BAR_FROM_BYTES = 20_000_000  # smaller files take about a second and get no progress bar
 
@@ -241,7 +242,7 @@ def _check_array(file: Path) -> None:
 def _nesting(line: bytes) -> int:
     """Depth of the lists and objects in a line of JSON; brackets inside strings do not count."""
     depth = deepest = 0
-    for bracket in re.findall(rb"[\[\]{}]", re.sub(rb'"(?:[^"\\]|\\.)*"', b"", line)):
+    for bracket in re.findall(rb"[\[\]{}]", re.sub(JSON_STRING, b"", line)):
         depth += 1 if bracket in b"[{" else -1
         deepest = max(deepest, depth)
     return deepest
@@ -249,7 +250,7 @@ def _nesting(line: bytes) -> int:
 
 def _has_nul_in_a_name(line: bytes) -> bool:
     """True if the name of a column or field in a line of JSON has the character U+0000; texts may have it."""
-    strings = re.findall(rb'"((?:[^"\\]|\\.)*)"\s*(:?)', line)
+    strings = re.findall(JSON_STRING + rb"\s*(:?)", line)
     return any(colon and b"\\u0000" in re.sub(rb"\\[^u]", b"", string) for string, colon in strings)
 
 

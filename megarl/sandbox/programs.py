@@ -1,4 +1,4 @@
-"""Programs in a model's answer, and tests of them, each in a new sandbox.
+"""Tests the program in a model's answer, each test in a new sandbox.
 
 A test is `{"input": ..., "output": ...}`, where the program reads stdin and writes stdout, or a statement such as
 `assert add(1, 2) == 3`. A statement runs in a process of its own and calls the program in another one. So a program

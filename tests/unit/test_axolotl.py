@@ -1,4 +1,3 @@
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from megarl import cli, other_trainers
 from megarl.axolotl import keys
 from megarl.axolotl.read import read_axolotl
 from megarl.knobs import UserError
+from tests.exit_codes import exit_code, reads_its_configuration
 
 BASE = {"base_model": "some/model", "learning_rate": "1e-5", "micro_batch_size": 2, "max_steps": 50}
 PAIRS = [{"path": "Intel/orca_dpo_pairs", "split": "train", "type": "chatml.intel"}]
@@ -318,10 +318,7 @@ def test_the_command_prints_the_table_and_later_arguments_win(
     assert "train_dataset.batch_size=8" in arguments
     assert "run.yaml, as megarl reads it:" in capsys.readouterr().out
     assert other_trainers.from_other_trainer(["+experiment=x"]) == (["+experiment=x"], None)
-    monkeypatch.setattr(sys, "argv", ["megarl.train", "--from-axolotl"])
-    with pytest.raises(SystemExit) as end:
-        cli.run_command(lambda config: 0)
-    assert end.value.code == 2
+    assert exit_code(reads_its_configuration, ["--from-axolotl"], monkeypatch) == 2
     assert "needs the path" in capsys.readouterr().err
 
 

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megarl import cli, other_trainers
+from megarl import other_trainers
 from megarl.foreign.areal import read_areal
 from megarl.foreign.reading import Converted, Origin, flat
 from megarl.foreign.verl import read_verl
 from megarl.foreign.yaml_file import Lines, lines_of
 from megarl.knobs import UserError
+from tests.exit_codes import exit_code, reads_its_configuration
 from tests.unit.test_foreign import ACTOR, AREAL, ROWS, TRL, VERL, from_areal, knobs, trl
 
 GSM8K_GRPO = """\
@@ -203,8 +204,6 @@ def test_a_mistake_is_told_in_the_words_of_the_file(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Path("run.yaml").write_text(yaml.safe_dump({**TRL, "top_p": 2.0}))
-    monkeypatch.setattr("sys.argv", ["megarl.train", "--from-trl", "grpo", "run.yaml"])
-    with pytest.raises(SystemExit):
-        cli.run_command(lambda config: 0)
+    assert exit_code(reads_its_configuration, ["--from-trl", "grpo", "run.yaml"], monkeypatch) == 2
     line = Path("run.yaml").read_text().splitlines().index("top_p: 2.0") + 1
     assert capsys.readouterr().err.splitlines()[0].startswith(f"megarl: run.yaml:{line}: top_p=2.0 must be above 0")

@@ -12,7 +12,7 @@ import pytest
 from megarl import cli
 from megarl.knobs import Range, override
 from megarl.preflight import report
-from tests.exit_codes import exit_code
+from tests.exit_codes import exit_code, reads_its_configuration
 from tests.fuzzing import LONG_LIMIT_S
 
 KNOBS = cli.knob_paths()
@@ -94,7 +94,7 @@ def check_seeds(seeds: range, run: Callable[..., tuple[int, str]]) -> list[int]:
     codes = []
     for seed in seeds:
         arguments = overrides_of(seed)
-        code, text = run(lambda arguments: cli.load(arguments) is None, arguments)
+        code, text = run(reads_its_configuration, arguments)
         assert code in (0, 2), (seed, arguments, text)
         lines = text.splitlines()
         assert len(lines) == (code == 2), (seed, arguments, text)

@@ -16,7 +16,7 @@ from megarl.config import Config
 from megarl.knobs import Range, UserError, check_ranges, knob, range_errors
 from megarl.ops.loss import PolicyLossSettings
 from tests import rows
-from tests.exit_codes import exit_code
+from tests.exit_codes import exit_code, reads_its_configuration
 
 pytestmark = rows.marks()
 RECIPES = {"rl": "gsm8k_grpo", "preference": "dpo"}
@@ -101,7 +101,7 @@ def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     """Runs a command that reads its configuration, expects exit code 2, and returns its one line."""
 
     def run(arguments: list[str]) -> str:
-        code = exit_code(lambda given: cli.load(given) is None, arguments, monkeypatch)
+        code = exit_code(reads_its_configuration, arguments, monkeypatch)
         text = capsys.readouterr().err
         assert code == 2, (arguments, text)
         assert len(text.splitlines()) == 1, (arguments, text)

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megarl import cli
+from tests.exit_codes import exit_code, reads_its_configuration
 
 COMMANDS = (
     "train",
@@ -42,10 +42,7 @@ def test_help_names_the_command_it_was_asked_of(
 def test_a_command_line_without_an_experiment_is_told_to_name_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["megarl.train"])
-    with pytest.raises(SystemExit) as end:
-        cli.run_command(lambda config: 0)
-    assert end.value.code == 2
+    assert exit_code(reads_its_configuration, [], monkeypatch) == 2
     assert capsys.readouterr().err == (
         "megarl: no experiment is named; give one, such as +experiment=gsm8k_grpo (--help lists them)\n"
     )
