@@ -28,6 +28,7 @@ from megarl.rewards.worker import PickledRewards
 from megarl.sandbox.activity import waited_s
 from megarl.types import Reward, RewardError
 
+READ_S = 0.01  # for answers that came while this process did not go on
 PATIENCE_S = 0.1  # a call waits this long for a worker, or behind a slow one, before another worker takes it
 
 
@@ -263,13 +264,15 @@ class RewardPool:
         while self._queue or len(self._idle) < len(self._live):
             answers_before = self._answers
             await asyncio.sleep(min(PATIENCE_S, self.config.time_limit_s))
-            for busy in list(self._live):
-                if busy.scoring is None:
-                    continue
-                if busy.scoring_s() > busy.scoring.limit_s:
+            over = [(busy, busy.scoring) for busy in self._live if busy.is_over_its_limit()]
+            if over:
+                await asyncio.sleep(READ_S)
+            for busy, call in over:
+                if busy.scoring is call:
                     busy.late = True
                     self._end(busy)
-                elif time.monotonic() - busy.since > PATIENCE_S:
+            for busy in self._live:
+                if busy.scoring is not None and time.monotonic() - busy.since > PATIENCE_S:
                     self._take_back(busy)
             if self._queue and self._idle:
                 self._hand_out()
@@ -338,8 +341,11 @@ class _Worker(ForkedProcess):
 
     def scoring_s(self) -> float:
         """Seconds of the call, without those in which the process waited for a processor."""
-        waited = max(0.0, waited_s(self.pid) - self.waited_before_s)  # an ended process tells 0
-        return time.monotonic() - self.since - waited
+        passed = time.monotonic() - self.since
+        return passed - max(0.0, waited_s(self.pid) - self.waited_before_s)  # an ended process tells 0
+
+    def is_over_its_limit(self) -> bool:
+        return self.scoring is not None and self.scoring_s() > self.scoring.limit_s
 
     async def answer(self) -> dict[str, Any]:
         """Reads the answer to the call being scored. Its `more` is true if another answer follows."""

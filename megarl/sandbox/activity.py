@@ -61,6 +61,6 @@ class Activity:
         return ""
 
     def summary(self, elapsed_s: float, cpu_s: float) -> dict[str, float | bool]:
-        """Seconds since the start, seconds of work and of waiting for a turn, and if it works now."""
+        """Seconds since the start, seconds of work and of waiting for a turn, if it works now, and the time now."""
         working_s = cpu_s + sum(self._waited_s.values()) + self._disk_s
-        return {"elapsed_s": elapsed_s, "working_s": working_s, "works": self.works}
+        return {"elapsed_s": elapsed_s, "working_s": working_s, "works": self.works, "told": time.monotonic()}

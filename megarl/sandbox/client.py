@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import selectors
 import socket
@@ -217,6 +218,7 @@ class _Run:
         self.exceeded = False
         self.report: dict[str, float | str] = {}
         self.activity: dict[str, float] = {}  # while it runs; see `activity.Activity.summary`
+        self.told = math.inf  # when the server sent what was just read, by the clock of all processes
         self.sleep_s = 0.0  # together with the other run of a pair
         self.overslept = False
         self.at_end: Callable[[], None] = lambda: None
@@ -228,6 +230,7 @@ class _Run:
             "memory": limits.memory_mb * 2**20,
             "features": dataclasses.asdict(limits.features),
         }
+        self.begun = time.monotonic()
         child_in, self.stdin = os.pipe()
         pipes = {name: os.pipe() for name in self.output}
         self.outputs = {name: read_end for name, (read_end, _) in pipes.items()}
@@ -314,7 +317,7 @@ class _Run:
             raise SandboxError("the sandbox's server ended during a run; see its output above")
         content = json.loads(message)
         if "ended" not in content:
-            self.activity = content
+            self.activity, self.told = content, content["told"]
             return True
         self.report = content
         self.at_end()
@@ -328,7 +331,7 @@ def _communicate(runs: list[_Run], wall_s: float) -> None:
         SandboxError: a server does not keep its own limits.
     """
     deadline = time.monotonic() + wall_s + START_S
-    worked_before_s = worked_s()
+    away, worked_before_s = _Away(min(run.begun for run in runs)), worked_s()
     try:
         with selectors.DefaultSelector() as selector:
             for run in runs:
@@ -337,24 +340,55 @@ def _communicate(runs: list[_Run], wall_s: float) -> None:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0:
                     raise SandboxError(f"the sandbox's server gave no report within {wall_s + START_S:g} s")
-                for key, _ in selector.select(remaining):
+                away.wait()
+                for run in runs:
+                    run.told = math.inf
+                ready = selector.select(remaining)
+                returned = time.monotonic()
+                for key, _ in ready:
                     if not key.data():
                         selector.unregister(key.fileobj)
-                _end_sleepers(runs, worked_before_s)
+                away.woke(returned, min(run.told for run in runs))
+                _end_sleepers(runs, max(away.seconds(), worked_s() - worked_before_s))
     finally:
         for run in runs:
             run.close()
 
 
-def _end_sleepers(runs: list[_Run], worked_before_s: float) -> None:
+class _Away:
+    """Time in which this thread left its runs alone: it computed, or waited for a lock or for the disk."""
+
+    def __init__(self, since: float) -> None:
+        self._seconds, self._since = 0.0, since  # without the time since it last woke
+        self._wait = since, since  # the last one: begin and end
+
+    def wait(self) -> None:
+        """Begins a wait for the runs."""
+        now = time.monotonic()
+        self._seconds += now - self._since
+        self._since = now
+
+    def woke(self, now: float, told: float) -> None:
+        """Ends a wait. It was over when the first message came that was taken after it, and so was the one before."""
+        begin, end = self._wait
+        self._seconds += max(0.0, end - max(begin, told))
+        self._wait = self._since, min(now, max(self._since, told))
+        self._since = self._wait[1]
+
+    def seconds(self) -> float:
+        """Seconds until now."""
+        return self._seconds + time.monotonic() - self._since
+
+
+def _end_sleepers(runs: list[_Run], away_s: float) -> None:
     """Ends runs that slept longer than their limit of processor time, which would else let them end as "wall".
 
-    One run of a pair sleeps while the other works, and both while this thread has yet to feed or read them. So only
-    time in which none of the three works or waits for a processor is sleep.
+    One run of a pair sleeps while the other works, and both while this thread has yet to feed or read them, as it had
+    for `away_s`. So only time in which none of the three works or waits for a processor is sleep.
     """
     if any(run.report or run.activity.get("works", True) for run in runs):
         return
-    working_s = sum(run.activity["working_s"] for run in runs) + worked_s() - worked_before_s
+    working_s = sum(run.activity["working_s"] for run in runs) + away_s
     sleep_s = min(run.activity["elapsed_s"] for run in runs) - working_s
     for run in runs:
         run.sleep_s = max(run.sleep_s, sleep_s)

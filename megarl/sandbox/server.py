@@ -120,6 +120,8 @@ def _supervise(pid: int, control: socket.socket, cpu_limit_s: float, wall_limit_
     cpu = usage.ru_utime + usage.ru_stime
     if os.WIFSIGNALED(status) and cpu >= cpu_limit_s:  # the kernel's own limit came first
         stopped = "time"
+    elif stopped == "wall" and os.WIFEXITED(status):  # it had ended before this process came to look
+        stopped = ""
     return {"ended": stopped or "exit", "code": os.waitstatus_to_exitcode(status), "cpu_s": cpu}
 
 

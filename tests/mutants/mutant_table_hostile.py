@@ -15,10 +15,12 @@ HOSTILE: Bugs = {
         ],
     },
     "megarl/sandbox/client.py": {
-        unit("sandbox/test_sandbox", "sandbox/test_judge"): [
+        unit("sandbox/test_sandbox", "sandbox/test_judge", "sandbox/test_late_clients"): [
             ("sleepers are not ended", "            run.overslept = True\n            run.stop()", "            pass"),
             ("sleepers fail as any other", 'status = "sleep"', 'status = "failed"'),
-            ("a late client is a program's sleep", " + worked_s() - worked_before_s", ""),
+            ("a late client is a program's sleep", "for run in runs) + away_s", "for run in runs)"),
+            ("messages of a late client are of its wait", "min(now, max(self._since, told))", "now"),
+            ("a late client's wait goes on to its end", "max(0.0, end - max(begin, told))", "0.0"),
             ("a program sleeps while its judge works", "sum(run.activity", "min(run.activity"),
         ],
     },
@@ -44,8 +46,8 @@ HOSTILE: Bugs = {
     },
     "megarl/rewards/pool.py": {
         unit("rewards/test_pool"): [
-            ("waiting for a turn counts", "self.since - waited", "self.since"),
-            ("a call may take three times its limit", "> busy.scoring.limit_s", "> 3 * busy.scoring.limit_s"),
+            ("waiting for a turn counts", "passed - max(0.0, waited_s(self.pid) - self.waited_before_s)", "passed"),
+            ("a call may take three times its limit", "> self.scoring.limit_s", "> 3 * self.scoring.limit_s"),
         ],
     },
     "megarl/rewards/code.py": {

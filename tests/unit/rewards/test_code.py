@@ -15,8 +15,6 @@ from megarl.sandbox.activity import worked_s
 from megarl.types import RewardError
 from tests.unit.rewards.busy_machine import loops_beside
 
-pytestmark = pytest.mark.usefixtures("late_processors")
-
 ADD = "Here:\n```python\ndef add(a, b):\n    return a + b\n```\nDone."
 ECHO = "```python\nprint(int(input()) * 2)\n```"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import select
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -109,6 +110,22 @@ def test_a_call_has_its_limit_for_each_completion_and_no_longer(
         assert run(both) == 14.0
 
 
+def test_an_answer_that_came_while_the_trainer_did_not_go_on_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer's process stops as it looks at a call, until the call is over its limit and answered."""
+
+    def scoring_s(worker: pool_module._Worker) -> float:
+        select.select([worker.writer.get_extra_info("socket")], [], [], 300)
+        return 1000.0
+
+    async def two() -> list[Any]:
+        return [await pool("", "", [], [], i=7, what="half a second of work") for _ in range(2)]
+
+    monkeypatch.setattr(pool_module._Worker, "scoring_s", scoring_s)
+    with RewardPool([double], RewardConfig(time_limit_s=2.0)) as pool:
+        assert run(two) == [14.0, 14.0]
+        assert not pool.failures
+
+
 @pytest.mark.skipif(worked_s() == 0.0, reason="this kernel has no scheduler statistics, so all time counts")
 def test_time_in_line_for_a_processor_does_not_count() -> None:
     """Six loops a core run beside a reward that needs a third of its limit."""
@@ -138,7 +155,7 @@ def test_a_failing_group_has_an_error_for_each_completion() -> None:
 
 
 def test_memory_below_the_limit_is_given() -> None:
-    with RewardPool([double], RewardConfig(memory_limit_mb=1024)) as pool:
+    with RewardPool([double], RewardConfig(memory_limit_mb=1024, time_limit_s=300.0)) as pool:
         assert run(lambda: pool("", "", [], [], i=7, what="less memory")) == 14.0
 
 

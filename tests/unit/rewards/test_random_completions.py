@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +13,6 @@ from megarl.rewards.answers import answer_of
 from megarl.rewards.code import code_reward_fn
 from megarl.rewards.pool import RewardConfig, RewardPool
 from tests.fuzzing import fuzzed
-
-pytestmark = pytest.mark.usefixtures("late_processors")
 
 NAMES = [name for name in REWARDS if name != "code"]
 ANSWERS = [r"\boxed{7} #### 7", r"\boxed{\frac{x+1}{2}} #### 1,234.50", r"\boxed{(1, 2] \cup \{3\}} #### -0.5"]

@@ -12,8 +12,6 @@ from megarl.sandbox import check_statement
 from megarl.sandbox.activity import worked_s
 from megarl.sandbox.judge import HEADER, Channel, Remote
 
-pytestmark = pytest.mark.usefixtures("late_processors")
-
 PROGRAM = """
 import math
 from collections import Counter, OrderedDict, defaultdict, namedtuple

@@ -18,8 +18,6 @@ from megarl.sandbox import Features, SandboxError, SandboxResult, client, close,
 from megarl.sandbox.activity import Activity, worked_s
 from tests.own_children import own_children
 
-pytestmark = pytest.mark.usefixtures("late_processors")
-
 EACH_KERNEL = pytest.mark.parametrize(
     "features", [Features(), Features(landlock=1, namespaces=False)], ids=["this kernel", "Linux 5.13"]
 )
@@ -238,22 +236,6 @@ def test_a_process_works_while_one_of_its_threads_does() -> None:
             assert other.look() == 1
         assert not other.works
         sleeper.kill()
-
-
-def test_a_wait_for_a_slow_client_is_no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The program waits for its input, as this thread computes between any two parts of it."""
-    write = client._Run._write
-
-    def late(run: client._Run) -> bool:
-        end = time.thread_time() + 0.2
-        while time.thread_time() < end:
-            pass
-        return write(run)
-
-    monkeypatch.setattr(client._Run, "_write", late)
-    text = "x" * 10 * client.CHUNK
-    done = run_python("print(len(input()))", stdin=text, time_limit_s=1.0, wall_limit_s=300.0)
-    assert (done.status, done.stdout) == ("ok", f"{len(text)}\n")
 
 
 def test_a_sleep_within_the_limit_is_allowed() -> None:
