@@ -38,7 +38,7 @@ from transformers import (
 from xdist.scheduler import LoadScopeScheduling
 
 from megarl.parallel import platform
-from tests import guardian, rows
+from tests import clocks, guardian, rows
 from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
 from tests.running_tests import RunningTests
 
@@ -77,6 +77,9 @@ FOLDERS = (
 )
 
 
+STALLS = pytest.StashKey[clocks.Stalls]()
+
+
 class ByFile(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.split("::")[0]
@@ -85,6 +88,7 @@ class ByFile(LoadScopeScheduling):
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--gpu-options", action="store_true", help="set up models and servers as on GPUs, on the CPU")
+    parser.addoption("--stall", type=float, metavar="SECONDS", help="lines that read a clock stop for so long first")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -100,8 +104,15 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ[rows.VARIABLE] = "some" if config.option.markexpr == "not long" else "all"
     if config.getoption("--gpu-options"):
         platform.takes_gpu_options = lambda: True
+    if seconds := config.getoption("--stall"):
+        config.stash[STALLS] = clocks.Stalls(seconds)
     if not hasattr(config, "workerinput"):  # its workers have a terminal reporter too, which nobody sees
         config.pluginmanager.register(RunningTests())
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if stalls := item.config.stash.get(STALLS, None):
+        stalls.begin_test()
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:

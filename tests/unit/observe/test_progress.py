@@ -43,7 +43,9 @@ def plain_lines(feed) -> list[str]:
     return out.getvalue().splitlines()
 
 
-def test_without_a_terminal_each_step_is_one_line_without_control_codes():
+def test_without_a_terminal_each_step_is_one_line_without_control_codes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+
     def feed(progress: Progress) -> None:
         progress.update(0, {metrics.ACCURACY: 0.25})
         progress.update(1, STEP)

@@ -158,7 +158,7 @@ def test_an_abandoned_push_ends_the_receiver_at_once(link: Link) -> None:
 
 def test_a_receiver_that_hears_nothing_ends_by_its_deadline(link: Link) -> None:
     start = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"1/header/0 did not come within 0\.3 s"):
+    with pytest.raises(TimeoutError, match=r"(1/header/0 did not come within|deadline of) 0\.3 s"):
         receive_full(link.far_store, link.far_group, 1, Deadline(0.3), print)
     assert time.monotonic() - start < 300
 
@@ -193,7 +193,7 @@ def test_a_value_that_is_not_json_is_an_error_and_not_unpickled() -> None:
     store = open_store(HOST, 300)
     store.set("key", b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ValueError, match="Expecting value"):
-        read(store, "key", Deadline(1))
+        read(store, "key", Deadline(300))
 
 
 def test_digests_tell_bytes_dtypes_and_shapes_apart() -> None:

@@ -255,7 +255,7 @@ def test_cuda_ipc_is_refused_before_the_ranks_are_told_to_begin() -> None:
     coordinator = Coordinator(ReshardConfig(transport="cuda_ipc"), [], "key")
     with pytest.raises(PlanError, match="trainer rank 0 sends from GPU-0, and rank 0 of server 0 sees GPU-1"):
         shard_path._agree_on_plan(attempt, coordinator)
-    assert read(store, attempt.key("go"), Deadline(1.0)) is False
+    assert read(store, attempt.key("go"), Deadline(300.0)) is False
 
 
 def test_a_number_of_relays_is_refused_where_the_transport_does_not_reach_from_server_to_server() -> None:
@@ -309,7 +309,7 @@ def test_a_session_has_no_relays_between_servers_that_share_a_gpu() -> None:
     assert (session._relay, "no relays" in session._transports) == ("auto", False)
     coordinator.links[9].layout = coordinator.links[3].layout
     shared, _ = session._publish_world(coordinator, "nccl", False, Deadline(60.0))
-    assert session._relay == read_bulk(session._store, f"world/{shared}", Deadline(1.0))["relay"] == "off"
+    assert session._relay == read_bulk(session._store, f"world/{shared}", Deadline(300.0))["relay"] == "off"
     assert apart != shared
     assert session._transports.endswith(
         "; no relays: rank 0 of server 3 and rank 0 of server 9 share B3, which nccl refuses between servers"

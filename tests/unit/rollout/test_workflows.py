@@ -215,8 +215,7 @@ def test_the_python_tool_prints_or_says_what_went_wrong() -> None:
     assert tool.run(code="print(6 * 7)") == "42\n"
     assert tool.run(code="print(1)\n1/0") == "1\nZeroDivisionError: division by zero"
     assert "Operation not permitted" in tool.run(code="import socket; socket.socket()")
-    stopped = python_tool(time_limit_s=1.0).run(code="while True: pass")
-    assert stopped in ("stopped: time limit", "stopped: wall limit")  # the latter where it gets no processor
+    assert python_tool(time_limit_s=1.0).run(code="while True: pass") == "stopped: time limit"
 
 
 def test_the_search_tool_finds_the_passage_with_the_rare_words() -> None:
