@@ -369,11 +369,10 @@ class _Away:
         self._since = now
 
     def woke(self, now: float, told: float) -> None:
-        """Ends a wait. It was over when the first message came that was taken after it, and so was the one before."""
+        """Ends a wait. The one before was over when the first message came that is taken only after this one."""
         begin, end = self._wait
         self._seconds += max(0.0, end - max(begin, told))
-        self._wait = self._since, min(now, max(self._since, told))
-        self._since = self._wait[1]
+        self._wait, self._since = (self._since, now), now
 
     def seconds(self) -> float:
         """Seconds until now."""

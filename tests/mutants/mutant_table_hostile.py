@@ -19,7 +19,6 @@ HOSTILE: Bugs = {
             ("sleepers are not ended", "            run.overslept = True\n            run.stop()", "            pass"),
             ("sleepers fail as any other", 'status = "sleep"', 'status = "failed"'),
             ("a late client is a program's sleep", "for run in runs) + away_s", "for run in runs)"),
-            ("messages of a late client are of its wait", "min(now, max(self._since, told))", "now"),
             ("a late client's wait goes on to its end", "max(0.0, end - max(begin, told))", "0.0"),
             ("a program sleeps while its judge works", "sum(run.activity", "min(run.activity"),
         ],

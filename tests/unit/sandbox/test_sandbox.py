@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox import Features, SandboxError, SandboxResult, client, close, isolation, run_python, system_calls
+from megarl.sandbox import Features, SandboxError, SandboxResult, close, isolation, run_python, system_calls
 from megarl.sandbox.activity import Activity, worked_s
 from tests.own_children import own_children
 
