@@ -33,6 +33,12 @@ for number in range(3000):
     for handle in handles:
         handle.wait()
     assert all(bool((buffer == number).all()) for buffer in buffers), number
+with megatron._coalescing_manager(group, async_ops=True) as handle:
+    for buffer in buffers:
+        megatron.dist_all_gather_func(buffer, shard, group=group, async_op=True)
+(gathers,) = handle.works
+assert len(gathers) == len(buffers), "each is a gather of its own"
+handle.wait()
 groups.destroy()
 print("gathered")
 """
