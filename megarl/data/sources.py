@@ -41,7 +41,7 @@ BAR_FROM_BYTES = 20_000_000  # smaller files take about a second and get no prog
 
 
 def load_table(path: str, split: str, name: str = "") -> Dataset:
-    """Loads the rows of `split` as a table with one type per column.
+    """Loads the rows of `split` as a table in which each column has one type.
 
     `path` is a bundled name (`arithmetic`, `arithmetic_pairs`, `arithmetic_judged`), a file, a folder in the hub's
     layout (`main/train-00000-of-00001.parquet`, or parquet, json or jsonl files named by their split), or a hub name
@@ -55,9 +55,9 @@ def load_table(path: str, split: str, name: str = "") -> Dataset:
 
 
 def load_rows(path: str, split: str, name: str = "") -> Dataset:
-    """Loads rows as `load_table` does, but keeps rows of json files as text, in the column `json`.
+    """Loads rows as `load_table` does. Rows of json files stay text, in the column `json`.
 
-    Rows may then differ in shape, and errors can name the bad row. `prepare.parsed` parses the text.
+    They may then differ in shape, and errors can name the bad row. `prepare.parsed` parses the text.
     """
     files = _local_files(path, split, name)
     if files is None:

@@ -24,9 +24,10 @@ def waited_s(pid: int) -> float:
 
 
 class Activity:
-    """Threads of a process, and its time in line for a processor or the disk, as /proc tells them.
+    """Threads of a process, and the time that it waits for a processor or the disk.
 
-    Without /proc, or in a kernel without scheduler statistics, the process seems to work all the time.
+    It is read from /proc. Without that, or in a kernel without scheduler statistics, the process seems to work all the
+    time.
     """
 
     def __init__(self, pid: int) -> None:

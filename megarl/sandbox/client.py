@@ -37,7 +37,7 @@ class SandboxError(RuntimeError):
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """Outcome of a run: how it ended, its output, and the seconds of processor time and of sleep that it took.
+    """Outcome of a run: its status, its output, and its seconds of processor time and of sleep.
 
     `status` is "ok" (exit code 0), "failed", "time" (limit of processor time), "sleep" (the same limit), "output"
     (limit), or "wall": the machine was too busy to give the run its processor time. Nothing is known of the code then.
@@ -64,10 +64,10 @@ def run_python(
     output_limit: int = 65_536,
     features: Features | None = None,
 ) -> SandboxResult:
-    """Runs `code` as a script with `stdin` for at most `time_limit_s` seconds of processor time, and as many of sleep.
+    """Runs `code` as a script with the text `stdin` as its input.
 
-    `wall_limit_s` defaults to five times that, and at least 10. `memory_limit_mb` is in MiB. `output_limit` is in
-    bytes, for stdout and stderr each.
+    It has at most `time_limit_s` seconds of processor time, and as many of sleep. `wall_limit_s` defaults to five times
+    that, and at least 10. `memory_limit_mb` is in MiB. `output_limit` is in bytes, for stdout and stderr each.
 
     Raises:
         SandboxError: this machine cannot isolate code.
@@ -331,7 +331,7 @@ def _communicate(runs: list[_Run], wall_s: float) -> None:
         SandboxError: a server does not keep its own limits.
     """
     deadline = time.monotonic() + wall_s + START_S
-    away, worked_before_s = _Away(min(run.begun for run in runs)), worked_s()
+    away = _Away(min(run.begun for run in runs))
     try:
         with selectors.DefaultSelector() as selector:
             for run in runs:
@@ -349,16 +349,17 @@ def _communicate(runs: list[_Run], wall_s: float) -> None:
                     if not key.data():
                         selector.unregister(key.fileobj)
                 away.woke(returned, min(run.told for run in runs))
-                _end_sleepers(runs, max(away.seconds(), worked_s() - worked_before_s))
+                _end_sleepers(runs, away)
     finally:
         for run in runs:
             run.close()
 
 
 class _Away:
-    """Time in which this thread left its runs alone: it computed, or waited for a lock or for the disk."""
+    """Time in which this thread left its runs alone: it computed, or waited for a lock, a processor or the disk."""
 
     def __init__(self, since: float) -> None:
+        self._worked_before_s = worked_s()
         self._seconds, self._since = 0.0, since  # without the time since it last woke
         self._wait = since, since  # the last one: begin and end
 
@@ -375,19 +376,20 @@ class _Away:
         self._wait, self._since = (self._since, now), now
 
     def seconds(self) -> float:
-        """Seconds until now."""
-        return self._seconds + time.monotonic() - self._since
+        """Seconds until now; at least those that the thread has worked or waited for a processor, also as it woke."""
+        return max(self._seconds + time.monotonic() - self._since, worked_s() - self._worked_before_s)
 
 
-def _end_sleepers(runs: list[_Run], away_s: float) -> None:
-    """Ends runs that slept longer than their limit of processor time, which would else let them end as "wall".
+def _end_sleepers(runs: list[_Run], away: _Away) -> None:
+    """Ends runs that have slept longer than their limit of processor time.
 
-    One run of a pair sleeps while the other works, and both while this thread has yet to feed or read them, as it had
-    for `away_s`. So only time in which none of the three works or waits for a processor is sleep.
+    Without it they would end as "wall". One run of a pair sleeps while the other works, and both while this thread is
+    `away` and has yet to feed or read them. So only time in which none of the three works or waits for a processor is
+    sleep.
     """
     if any(run.report or run.activity.get("works", True) for run in runs):
         return
-    working_s = sum(run.activity["working_s"] for run in runs) + away_s
+    working_s = sum(run.activity["working_s"] for run in runs) + away.seconds()
     sleep_s = min(run.activity["elapsed_s"] for run in runs) - working_s
     for run in runs:
         run.sleep_s = max(run.sleep_s, sleep_s)

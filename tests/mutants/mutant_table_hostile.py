@@ -18,7 +18,7 @@ HOSTILE: Bugs = {
         unit("sandbox/test_sandbox", "sandbox/test_judge", "sandbox/test_late_clients"): [
             ("sleepers are not ended", "            run.overslept = True\n            run.stop()", "            pass"),
             ("sleepers fail as any other", 'status = "sleep"', 'status = "failed"'),
-            ("a late client is a program's sleep", "for run in runs) + away_s", "for run in runs)"),
+            ("a late client is a program's sleep", "for run in runs) + away.seconds()", "for run in runs)"),
             ("a late client's wait goes on to its end", "max(0.0, end - max(begin, told))", "0.0"),
             ("a program sleeps while its judge works", "sum(run.activity", "min(run.activity"),
         ],
