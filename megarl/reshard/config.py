@@ -46,7 +46,9 @@ class ReshardConfig:
         "all of them at full speed), off, or the number of servers that the trainer serves itself",
     )
     pause_mode: str = knob(
-        "retract", "retract (exact: recomputes caches), in_place (keeps stale caches) or abort", choices=PAUSE_MODES
+        "retract",
+        "retract (exact: recomputes caches), in_place (running requests go on with stale caches) or abort",
+        choices=PAUSE_MODES,
     )
     overlap_scoring: bool = knob(
         False,

@@ -58,11 +58,25 @@ CLUSTERS: Bugs = {
     },
     "megarl/reshard/sync/sglang_hooks.py": {
         ("tests/sglang/test_in_place_pause.py",): [
-            ("a pending step gets the new version", "    label_pending_steps()\n\n    def live", "\n    def live"),
+            ("a pending step gets the new version", "    label_pending_steps()\n    share_", "    share_"),
             (
                 "tokens after a pending step keep its version",
                 "        record_weight_version_events(batch.reqs, old_version=version)\n",
                 "",
+            ),
+            ("a prompt begins on old caches", "    Req.init_next_round_input = begin_named\n", ""),
+            ("the queue knows no cached prompts", "    Scheduler._add_request_to_queue = add_named\n", ""),
+        ],
+        unit("reshard/test_cache_keys"): [
+            (
+                "a request that has begun changes its key",
+                "        if request.kv.holds_kv:\n            return  # it has begun\n",
+                "",
+            ),
+            (
+                "keys grow at each sync",
+                "request.__dict__.setdefault(OWN_CACHE_KEY, request.extra_key)",
+                "request.extra_key",
             ),
         ],
     },

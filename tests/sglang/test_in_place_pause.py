@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from weights_support import PROMPT, TOLERANCE, Served, logprobs, weights_of
 
 from megarl.reshard.sync.sglang_hooks import WEIGHT_LOADER
@@ -23,6 +25,7 @@ from tests import forked_servers
 from tests.sglang.tiny_models import make_model
 
 WATCHDOG_S = 80.0  # the watchdog looks every half of it, and ends the server 5 s after it has found no progress
+SERVER_ARGS = {"watchdog_timeout": WATCHDOG_S, "max_running_requests": 1, "schedule_policy": "lpm"}
 TOKENS = 450
 
 
@@ -31,7 +34,7 @@ def served(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
     """A server of two ranks, paused in place by its session."""
     config = SGLangServerConfig(device="cpu", max_total_tokens=16384, tp_size=2)
     folder, checkpoint = tmp_path_factory.mktemp("logs"), tiny_checkpoint("qwen3")
-    servers = SGLangServers(config, checkpoint, folder, WEIGHT_LOADER, {"watchdog_timeout": WATCHDOG_S})
+    servers = SGLangServers(config, checkpoint, folder, WEIGHT_LOADER, SERVER_ARGS)
     with servers:
         with forked_servers.used():
             servers.start()
@@ -40,43 +43,114 @@ def served(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPa
 
 
 class Answer:
-    """A completion of `TOKENS` tokens, which has begun when `began` is set."""
+    """A completion of `PROMPT`, which has begun when `began` is set."""
 
-    def __init__(self, served: Served) -> None:
+    def __init__(self, served: Served, tokens: int = TOKENS) -> None:
         self.began = threading.Event()
         self._parts: list[dict[str, Any]] = []
-        self._thread = threading.Thread(target=self._ask, args=(served,))
+        self._thread = threading.Thread(target=self._ask, args=(served, tokens))
         self._thread.start()
 
-    def _ask(self, served: Served) -> None:
-        self._parts.append(served.stream(TOKENS, PROMPT, lambda version: self.began.set()))
+    def _ask(self, served: Served, tokens: int) -> None:
+        self._parts.append(served.stream(tokens, PROMPT, lambda version: self.began.set()))
 
-    def meta(self) -> dict[str, Any]:
+    def whole(self) -> dict[str, Any]:
+        """The body of its last part, once it has ended."""
         self._thread.join(300)
-        return dict(self._parts[0]["meta_info"], output_ids=self._parts[0]["output_ids"])
+        return self._parts[0]
+
+    def versions(self) -> list[dict[str, Any]]:
+        return list(self.whole()["meta_info"]["weight_versions"])
 
 
-def test_a_step_under_way_at_the_pause_is_labelled_by_the_weights_that_sampled_it(served: Served) -> None:
-    """The last token of a version is the old weights', the next one is not. Later ones follow stale caches."""
+@dataclass
+class Pause:
+    """A sync during an answer: the models before and after it, the answer, and one that waited for its end."""
+
+    old: nn.Module
+    new: nn.Module
+    running: Answer
+    waiting: Answer
+
+
+def pause_an_answer(served: Served) -> Pause:
+    """Syncs until an answer is under way at the pause, and not at its end already."""
     old = make_model("qwen3", True, seed=300)
     served.push(weights_of(old))
     for seed in range(301, 320):
-        answer = Answer(served)
-        assert answer.began.wait(300)
+        running = Answer(served)
+        assert running.began.wait(300)
+        waiting = Answer(served, tokens=16)
+        wait_for_requests(served, "waiting", 1, waiting.began.is_set)
         new = make_model("qwen3", True, seed)
         served.push(weights_of(new))
-        meta = answer.meta()
-        if len(meta["weight_versions"]) == 2:  # else it ended before the pause
-            break
+        if len(running.versions()) == 2:
+            return Pause(old, new, running, waiting)
+        waiting.whole()
         old = new
-    first, second = meta["weight_versions"]
+    pytest.fail("each answer ended before the pause")
+
+
+def wait_for_requests(served: Served, state: str, count: int, too_late: Callable[[], bool]) -> None:
+    """Waits until the scheduler has `count` requests that are `running` or `waiting`, or until `too_late`."""
+    deadline = Deadline(300)
+    while not too_late():
+        loads = served.control().call("/v1/loads", None, deadline)["loads"]
+        if loads[0][f"num_{state}_reqs"] == count:
+            return
+        time.sleep(0.01)
+
+
+def gaps(model: nn.Module, answer: dict[str, Any]) -> Tensor:
+    """Distance of each sampled token's log-prob to the model's, in nats."""
+    output = torch.tensor([value for value, _, _ in answer["meta_info"]["output_token_logprobs"]])
+    return (output - logprobs(model, PROMPT + answer["output_ids"])[len(PROMPT) - 1 :]).abs()
+
+
+def test_a_request_has_the_weights_and_the_caches_of_its_versions(served: Served) -> None:
+    """An answer over a pause, one that waited for its end, and two later ones with the same prompt."""
+    pause = pause_an_answer(served)
+    first, second = pause.running.versions()
     assert [int(span["version"]) for span in (first, second)] == [served.version - 1, served.version]
     assert (first["start"], first["end"], second["end"]) == (0, second["start"], TOKENS)
-    output = torch.tensor([value for value, _, _ in meta["output_token_logprobs"]])
-    by_old = logprobs(old, PROMPT + meta["output_ids"])[len(PROMPT) - 1 :]
-    gaps = (output - by_old).abs()
-    assert gaps[: first["end"]].max() < TOLERANCE
-    assert gaps[first["end"]] > TOLERANCE, "the old weights sampled this token, and the new version labels it"
+    by_old = gaps(pause.old, pause.running.whole())
+    assert by_old[: first["end"]].max() < TOLERANCE
+    assert by_old[first["end"]] > TOLERANCE, "the old weights sampled this token, and the new version labels it"
+    assert [int(span["version"]) for span in pause.waiting.versions()] == [served.version]
+    assert gaps(pause.new, pause.waiting.whole()).max() < TOLERANCE, "it has found caches of the old weights"
+    body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": 16}, "return_logprob": True}
+    later = [served.control().call("/generate", body, Deadline(300)) for _ in range(2)]
+    assert max(gaps(pause.new, answer).max() for answer in later) < TOLERANCE, "caches of the old weights"
+    assert later[1]["meta_info"]["cached_tokens"] > 0, "requests of one version share caches"
+
+
+def test_the_queue_knows_which_prompts_are_cached(served: Served) -> None:
+    """SGLang's order `lpm` takes the request with the longest cached prompt first."""
+    served.push(weights_of(make_model("qwen3", True, seed=300)))
+    served.generate(1)
+    asked = (("running", range(50, 60), 100), ("uncached", range(60, 70), 1), ("cached", PROMPT, 1))
+    for _ in range(20):
+        ended: list[str] = []
+        threads = []
+        for number, (name, prompt, tokens) in enumerate(asked):
+            threads.append(threading.Thread(target=ask, args=(served, name, prompt, tokens, ended)))
+            threads[-1].start()
+            state, count = ("waiting", number) if number else ("running", 1)
+            wait_for_requests(served, state, count, lambda ended=ended: bool(ended))  # type: ignore[misc]
+        both_waited = not ended
+        for thread in threads:
+            thread.join(300)
+        if both_waited:
+            assert ended == ["running", "cached", "uncached"]
+            return
+    pytest.fail("each answer ended before both others were in the queue")
+
+
+def ask(served: Served, name: str, prompt: Sequence[int], tokens: int, ended: list[str]) -> None:
+    """Asks for `tokens` tokens, and then appends `name` to `ended`."""
+    body = {"input_ids": list(prompt), "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
+    served.control().call("/generate", body, Deadline(300))
+    ended.append(name)
 
 
 @pytest.mark.long
@@ -86,5 +160,5 @@ def test_a_pause_longer_than_sglangs_watchdog_waits_ends_no_server(served: Serve
     served.control().call("/pause_generation", {"mode": "in_place"}, Deadline(120))
     time.sleep(1.5 * WATCHDOG_S + 8)
     served.control().call("/continue_generation", {}, Deadline(120))
-    assert len(answer.meta()["output_ids"]) == TOKENS
+    assert len(answer.whole()["output_ids"]) == TOKENS
     served.servers.check_alive()

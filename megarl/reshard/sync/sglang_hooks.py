@@ -1,4 +1,4 @@
-"""The code that runs inside SGLang: its weight loader, a sleep while it is paused, and labels of tokens.
+"""The code that runs inside SGLang: its weight loader, a sleep while it is paused, token labels, keys of caches.
 
 `receive` runs in every tensor-parallel rank of a server, which was started with `--custom-weight-loader` naming it.
 The trainer's HTTP request carries a few integers; tensors and the report on them travel over a group of their own.
@@ -35,6 +35,8 @@ WEIGHT_LOADER = "megarl.reshard.sync.sglang_hooks.receive"  # for SGLang's --cus
 UPDATED_MODEL = {"selector": "target"}
 # Attribute of a step's result in SGLang: the version that sampled it, where the server has another by now.
 SAMPLED_BY = "megarl_sampled_by"
+# Attribute of a request in SGLang: its key of the prefix cache without the version.
+OWN_CACHE_KEY = "megarl_own_cache_key"
 
 
 class _TensorPickler(pickle.Pickler):
@@ -114,6 +116,39 @@ def label_pending_steps() -> None:
     Scheduler.process_batch_result = process_as_sampled
 
 
+@functools.cache
+def share_caches_by_version() -> None:
+    """Patches this process's scheduler to let a request begin only on caches of the weights that it begins at.
+
+    Running requests keep their caches at an in-place pause, so SGLang drops none. A later request with the same first
+    tokens would find them, and attend to keys and values of older weights.
+    """
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.runtime_context import get_serving
+
+    add, begin = Scheduler._add_request_to_queue, Req.init_next_round_input
+
+    def name_version(request: Any) -> None:
+        if request.kv.holds_kv:
+            return  # it has begun
+        own = request.__dict__.setdefault(OWN_CACHE_KEY, request.extra_key)
+        request.extra_key = f"weights {get_serving().weight_version}|{own or ''}"
+
+    @functools.wraps(add)
+    def add_named(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
+        name_version(request)  # SGLang may begin to read its prompt's caches from a disk
+        add(scheduler, request, *args, **kwargs)
+
+    @functools.wraps(begin)
+    def begin_named(request: Any, *args: Any, **kwargs: Any) -> None:
+        name_version(request)  # a sync may have come while it waited
+        begin(request, *args, **kwargs)
+
+    Scheduler._add_request_to_queue = add_named
+    Req.init_next_round_input = begin_named
+
+
 def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
     """Carries out the trainer's order in one rank. SGLang calls this and ignores the result.
 
@@ -130,6 +165,7 @@ def receive(model: nn.Module, named_tensors: Iterable[tuple[str, Tensor]]) -> No
     parallel = get_parallel()
     sleep_while_paused()
     label_pending_steps()
+    share_caches_by_version()
 
     def live() -> LiveWeights:
         check_plain(model)

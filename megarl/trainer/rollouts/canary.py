@@ -17,8 +17,7 @@ sequences for each server, while the servers sample.
 Co-located servers have the trainer's memory when they answer. There the comparison waits for the trainer's turn, after
 the batch is sampled and before it is used.
 
-The prompts are the same at every sync: a cache that was not flushed is then hit. reshard.pause_mode=in_place keeps
-caches on purpose, so there each sync asks for other prompts.
+The prompts are the same at every sync: caches that outlived their weights are then hit.
 
 Bounds, in nats: with 16-bit weights, trainer and server round differently and log-probs differ by about 0.01. The
 spacing of bfloat16 is 0.125 for logits of 16 to 32, hence a few tenths for single tokens. The default bounds leave a
@@ -82,22 +81,18 @@ class Canary:
             stop_token_ids=[],
         )
 
-    def prompts(self, version: int, longest: int | None) -> list[list[int]]:
-        """The first prompts of the training data, at most `longest` tokens with their completions.
-
-        With reshard.pause_mode=in_place the following ones at each version.
-        """
+    def prompts(self, longest: int | None) -> list[list[int]]:
+        """The first prompts of the training data, at most `longest` tokens with their completions."""
         assert self._inputs.train is not None, "rank 0 has the data"
         rows = self._inputs.train.examples
         count = min(self.config.canary_prompts, len(rows))
-        first = version * count if self.config.pause_mode == "in_place" else 0
         most = None if longest is None else max(longest - self._gconfig.max_new_tokens, 1)
-        messages = [rows[(first + i) % len(rows)]["messages"] for i in range(count)]
+        messages = [rows[i]["messages"] for i in range(count)]
         return [prompt_ids(self._inputs.tokenizer, chat)[:most] for chat in messages]
 
     def ask(self, engine: RemoteSGLangEngine, servers: Sequence[str], version: int) -> Answers:
         """Has each of `servers`, which serve `version`, complete the prompts. Rank 0 calls it."""
-        prompts = self.prompts(version, engine.max_sequence_tokens)
+        prompts = self.prompts(engine.max_sequence_tokens)
         responses: dict[str, list[ModelResponse]] = {}
         faults: dict[str, str] = {}
         for address, answer in engine.probe(servers, prompts, self._gconfig).items():

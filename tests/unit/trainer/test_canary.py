@@ -141,13 +141,10 @@ def test_a_server_whose_answer_cannot_be_compared_is_beyond_the_bounds(answer: A
     assert list(verdict_on(canary_of(), a=answer)) == ["a"]  # with no completion at all
 
 
-def test_the_prompts_stay_the_same_but_where_caches_are_kept() -> None:
-    flushed, kept = (
-        canary_of("reshard.canary_prompts=2"),
-        canary_of("reshard.canary_prompts=2", "reshard.pause_mode=in_place"),
-    )
-    assert flushed.prompts(1, 12) == flushed.prompts(9, 12) == [[0, 1, 2], [0, 1, 2, 3]]  # cut to leave 8 tokens
-    assert [kept.prompts(version, None) for version in (1, 2)] == [[[1, 2], [3]], [[4], [0, 1, 2]]]
+def test_the_prompts_are_the_first_ones_cut_to_leave_room_for_completions() -> None:
+    canary = canary_of("reshard.canary_prompts=2")
+    assert canary.prompts(12) == [[0, 1, 2], [0, 1, 2, 3]]
+    assert canary.prompts(None) == [[0, 1, 2], list(range(12))]
 
 
 def test_tokens_are_sampled_from_the_distribution_that_the_trainer_scores() -> None:
