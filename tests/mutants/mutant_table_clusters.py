@@ -65,9 +65,9 @@ CLUSTERS: Bugs = {
                 "",
             ),
             ("a prompt begins on old caches", "    Req.init_next_round_input = begin_named\n", ""),
-            ("the queue knows no cached prompts", "    Scheduler._add_request_to_queue = add_named\n", ""),
         ],
         unit("reshard/test_cache_keys"): [
+            ("the queue knows no cached prompts", "    Scheduler._add_request_to_queue = add_named\n", ""),
             (
                 "a request that has begun changes its key",
                 "        if request.kv.holds_kv:\n            return  # it has begun\n",

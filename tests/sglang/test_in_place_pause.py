@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from tests import forked_servers
 from tests.sglang.tiny_models import make_model
 
 WATCHDOG_S = 80.0  # the watchdog looks every half of it, and ends the server 5 s after it has found no progress
-SERVER_ARGS = {"watchdog_timeout": WATCHDOG_S, "max_running_requests": 1, "schedule_policy": "lpm"}
+SERVER_ARGS = {"watchdog_timeout": WATCHDOG_S, "max_running_requests": 1}
 TOKENS = 450
 
 
@@ -81,7 +81,7 @@ def pause_an_answer(served: Served) -> Pause:
         running = Answer(served)
         assert running.began.wait(300)
         waiting = Answer(served, tokens=16)
-        wait_for_requests(served, "waiting", 1, waiting.began.is_set)
+        wait_in_queue(served, waiting)
         new = make_model("qwen3", True, seed)
         served.push(weights_of(new))
         if len(running.versions()) == 2:
@@ -91,12 +91,11 @@ def pause_an_answer(served: Served) -> Pause:
     pytest.fail("each answer ended before the pause")
 
 
-def wait_for_requests(served: Served, state: str, count: int, too_late: Callable[[], bool]) -> None:
-    """Waits until the scheduler has `count` requests that are `running` or `waiting`, or until `too_late`."""
+def wait_in_queue(served: Served, waiting: Answer) -> None:
+    """Waits until the scheduler has queued it, or has begun it, as the running one has ended."""
     deadline = Deadline(300)
-    while not too_late():
-        loads = served.control().call("/v1/loads", None, deadline)["loads"]
-        if loads[0][f"num_{state}_reqs"] == count:
+    while not waiting.began.is_set():
+        if served.control().call("/v1/loads", None, deadline)["loads"][0]["num_waiting_reqs"] == 1:
             return
         time.sleep(0.01)
 
@@ -122,35 +121,6 @@ def test_a_request_has_the_weights_and_the_caches_of_its_versions(served: Served
     later = [served.control().call("/generate", body, Deadline(300)) for _ in range(2)]
     assert max(gaps(pause.new, answer).max() for answer in later) < TOLERANCE, "caches of the old weights"
     assert later[1]["meta_info"]["cached_tokens"] > 0, "requests of one version share caches"
-
-
-def test_the_queue_knows_which_prompts_are_cached(served: Served) -> None:
-    """SGLang's order `lpm` takes the request with the longest cached prompt first."""
-    served.push(weights_of(make_model("qwen3", True, seed=300)))
-    served.generate(1)
-    asked = (("running", range(50, 60), 100), ("uncached", range(60, 70), 1), ("cached", PROMPT, 1))
-    for _ in range(20):
-        ended: list[str] = []
-        threads = []
-        for number, (name, prompt, tokens) in enumerate(asked):
-            threads.append(threading.Thread(target=ask, args=(served, name, prompt, tokens, ended)))
-            threads[-1].start()
-            state, count = ("waiting", number) if number else ("running", 1)
-            wait_for_requests(served, state, count, lambda ended=ended: bool(ended))  # type: ignore[misc]
-        both_waited = not ended
-        for thread in threads:
-            thread.join(300)
-        if both_waited:
-            assert ended == ["running", "cached", "uncached"]
-            return
-    pytest.fail("each answer ended before both others were in the queue")
-
-
-def ask(served: Served, name: str, prompt: Sequence[int], tokens: int, ended: list[str]) -> None:
-    """Asks for `tokens` tokens, and then appends `name` to `ended`."""
-    body = {"input_ids": list(prompt), "sampling_params": {"max_new_tokens": tokens, "ignore_eos": True}}
-    served.control().call("/generate", body, Deadline(300))
-    ended.append(name)
 
 
 @pytest.mark.long
