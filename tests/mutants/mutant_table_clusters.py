@@ -67,11 +67,12 @@ CLUSTERS: Bugs = {
             ("a prompt begins on old caches", "    Req.init_next_round_input = begin_named\n", ""),
         ],
         unit("reshard/test_cache_keys"): [
+            ("a rank gives keys before its first version", "holds_kv or not synced:", "holds_kv:"),
             ("the queue knows no cached prompts", "    Scheduler._add_request_to_queue = add_named\n", ""),
             (
                 "a request that has begun changes its key",
-                "        if request.kv.holds_kv:\n            return  # it has begun\n",
-                "",
+                "if request.kv.holds_kv or not synced:",
+                "if not synced:",
             ),
             (
                 "keys grow at each sync",

@@ -122,18 +122,27 @@ def share_caches_by_version() -> None:
 
     Running requests keep their caches at an in-place pause, so SGLang drops none. A later request with the same first
     tokens would find them, and attend to keys and values of older weights.
+
+    Ranks must find the same caches, or they wait for each other in vain. So the first key is given after a sync that
+    all of them have carried out: their version changes then, between the same two steps.
     """
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
-    from sglang.srt.runtime_context import get_serving
 
     add, begin = Scheduler._add_request_to_queue, Req.init_next_round_input
+    change, synced = Scheduler.record_weight_version_change, ""
+
+    @functools.wraps(change)
+    def change_after_sync(scheduler: Any, new_version: str | None) -> None:
+        nonlocal synced
+        synced = new_version or synced
+        change(scheduler, new_version)
 
     def name_version(request: Any) -> None:
-        if request.kv.holds_kv:
-            return  # it has begun
+        if request.kv.holds_kv or not synced:
+            return  # it has begun, or there was no sync
         own = request.__dict__.setdefault(OWN_CACHE_KEY, request.extra_key)
-        request.extra_key = f"weights {get_serving().weight_version}|{own or ''}"
+        request.extra_key = f"weights {synced}|{own or ''}"
 
     @functools.wraps(add)
     def add_named(scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -145,6 +154,7 @@ def share_caches_by_version() -> None:
         name_version(request)  # a sync may have come while it waited
         begin(request, *args, **kwargs)
 
+    Scheduler.record_weight_version_change = change_after_sync
     Scheduler._add_request_to_queue = add_named
     Req.init_next_round_input = begin_named
 

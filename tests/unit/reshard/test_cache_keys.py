@@ -21,52 +21,63 @@ class Request:
         self.seen.append(self.extra_key)
 
 
-class Queue:
+class Scheduler:
+    def record_weight_version_change(self, new_version: str | None) -> None:
+        """Changes nothing here."""
+
     def _add_request_to_queue(self, request: Request, is_retracted: bool = False) -> None:
         request.seen.append(request.extra_key)
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The server's `weight_version`; its classes are patched as in a scheduler."""
-    served = SimpleNamespace(weight_version="1")
+def rank(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A rank that has carried out its first order: its `scheduler`, and its class of a `request`."""
     contents = {
         "sglang.srt.managers.schedule_batch": {"Req": type("Req", (Request,), {})},
-        "sglang.srt.managers.scheduler": {"Scheduler": type("Scheduler", (Queue,), {})},
-        "sglang.srt.runtime_context": {"get_serving": lambda: served},
+        "sglang.srt.managers.scheduler": {"Scheduler": type("Patched", (Scheduler,), {})},
     }
     for name in ("sglang", "sglang.srt", "sglang.srt.managers", *contents):
         module = ModuleType(name)
         vars(module).update(contents.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
     sglang_hooks.share_caches_by_version.__wrapped__()
-    served.request = contents["sglang.srt.managers.schedule_batch"]["Req"]
-    served.scheduler = contents["sglang.srt.managers.scheduler"]["Scheduler"]()
-    return served
+    scheduler = contents["sglang.srt.managers.scheduler"]["Scheduler"]()
+    return SimpleNamespace(scheduler=scheduler, request=contents["sglang.srt.managers.schedule_batch"]["Req"])
 
 
-def test_a_request_is_queued_and_begun_under_the_version_of_that_moment(served: SimpleNamespace) -> None:
-    request = served.request(None)
-    served.scheduler._add_request_to_queue(request, is_retracted=True)
-    served.weight_version = "2"
+def test_no_key_is_given_before_the_first_version(rank: SimpleNamespace) -> None:
+    """Another rank may have failed to carry out the order, and would find other caches."""
+    request = rank.request("own")
+    rank.scheduler._add_request_to_queue(request)
+    rank.scheduler.record_weight_version_change(None)  # an update without a version
+    request.init_next_round_input()
+    assert request.seen == ["own", "own"]
+
+
+def test_a_request_is_queued_and_begun_under_the_version_of_that_moment(rank: SimpleNamespace) -> None:
+    request = rank.request(None)
+    rank.scheduler.record_weight_version_change("1")
+    rank.scheduler._add_request_to_queue(request, is_retracted=True)
+    rank.scheduler.record_weight_version_change("2")
     request.init_next_round_input(tree_cache=object())
     assert request.seen == ["weights 1|", "weights 2|"]
 
 
-def test_the_request_s_own_key_and_its_adapter_stay_at_the_end(served: SimpleNamespace) -> None:
+def test_the_request_s_own_key_and_its_adapter_stay_at_the_end(rank: SimpleNamespace) -> None:
     """SGLang reads an adapter's id from the last characters."""
-    request = served.request("team a" + 32 * "f")
+    request = rank.request("team a" + 32 * "f")
     for version in ("1", "2"):
-        served.weight_version = version
+        rank.scheduler.record_weight_version_change(version)
         request.init_next_round_input()
     assert request.seen[-1] == "weights 2|team a" + 32 * "f"
 
 
-def test_a_request_that_has_begun_keeps_its_key(served: SimpleNamespace) -> None:
+def test_a_request_that_has_begun_keeps_its_key(rank: SimpleNamespace) -> None:
     """The next part of a long prompt belongs to the caches of the parts before it."""
-    request = served.request(None)
+    request = rank.request(None)
+    rank.scheduler.record_weight_version_change("1")
     request.init_next_round_input()
     request.kv.holds_kv = True
-    served.weight_version = "2"
+    rank.scheduler.record_weight_version_change("2")
     request.init_next_round_input()
     assert request.seen == ["weights 1|", "weights 1|"]
