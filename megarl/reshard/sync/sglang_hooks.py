@@ -1,6 +1,7 @@
-"""The code that runs inside SGLang: its weight loader, a sleep while it is paused, token labels, keys of caches.
+"""The code that runs inside SGLang.
 
-`receive` runs in every tensor-parallel rank of a server, which was started with `--custom-weight-loader` naming it.
+It is the weight loader, a sleep while the server is paused, the labels of tokens, and the keys of caches. `receive`
+runs in every tensor-parallel rank of a server, which was started with `--custom-weight-loader` naming it.
 The trainer's HTTP request carries a few integers; tensors and the report on them travel over a group of their own.
 """
 
@@ -84,10 +85,11 @@ def sleep_while_paused() -> None:
 
 @functools.cache
 def label_pending_steps() -> None:
-    """Patches this process's scheduler to label tokens by the weights that sampled them, over an in-place pause too.
+    """Labels tokens by the weights that sampled them, over an in-place pause too.
 
-    SGLang's overlapped loop appends the tokens of a step while the next one runs. An in-place pause finds a step whose
-    tokens are not appended yet: the old weights sampled them, and SGLang would label them with the new version.
+    Patches this process's scheduler. SGLang's overlapped loop appends the tokens of a step while the next one runs. An
+    in-place pause finds a step whose tokens are not appended yet: the old weights sampled them, and SGLang would label
+    them with the new version.
     """
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.runtime_context import get_serving
@@ -118,10 +120,11 @@ def label_pending_steps() -> None:
 
 @functools.cache
 def share_caches_by_version() -> None:
-    """Patches this process's scheduler to let a request begin only on caches of the weights that it begins at.
+    """Gives each version of the weights a prefix cache of its own.
 
-    Running requests keep their caches at an in-place pause, so SGLang drops none. A later request with the same first
-    tokens would find them, and attend to keys and values of older weights.
+    Patches this process's scheduler: a request begins only on caches of the weights that it begins at. Running requests
+    keep their caches at an in-place pause, so SGLang drops none. A later request with the same first tokens would find
+    them, and attend to keys and values of older weights.
 
     Ranks must find the same caches, or they wait for each other in vain. So the first key is given after a sync that
     all of them have carried out: their version changes then, between the same two steps.

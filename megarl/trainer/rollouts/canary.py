@@ -1,4 +1,4 @@
-"""Asks every server for a few tokens right after a weight sync, and compares their log-probs with the trainer's.
+"""Compares each server's log-probs of a few tokens with the trainer's, right after a weight sync.
 
 Digests prove the parameters of a server, not that it computes with them. A CUDA graph may read an old buffer (SGLang
 #27140, NeMo-RL #2895), and a prefix cache or a derived copy of a weight may outlive the weights.

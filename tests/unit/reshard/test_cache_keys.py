@@ -12,9 +12,9 @@ from megarl.reshard.sync import sglang_hooks
 
 
 class Request:
-    def __init__(self, key: str | None, holds_kv: bool = False):
+    def __init__(self, key: str | None):
         self.extra_key = key
-        self.kv = SimpleNamespace(holds_kv=holds_kv)
+        self.kv = SimpleNamespace(holds_kv=False)
         self.seen: list[str | None] = []
 
     def init_next_round_input(self, tree_cache: Any = None) -> None:
@@ -32,17 +32,17 @@ class Scheduler:
 @pytest.fixture
 def rank(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """A rank that has carried out its first order: its `scheduler`, and its class of a `request`."""
+    request, scheduler = type("Req", (Request,), {}), type("Patched", (Scheduler,), {})
     contents = {
-        "sglang.srt.managers.schedule_batch": {"Req": type("Req", (Request,), {})},
-        "sglang.srt.managers.scheduler": {"Scheduler": type("Patched", (Scheduler,), {})},
+        "sglang.srt.managers.schedule_batch": {"Req": request},
+        "sglang.srt.managers.scheduler": {"Scheduler": scheduler},
     }
     for name in ("sglang", "sglang.srt", "sglang.srt.managers", *contents):
         module = ModuleType(name)
         vars(module).update(contents.get(name, {}))
         monkeypatch.setitem(sys.modules, name, module)
     sglang_hooks.share_caches_by_version.__wrapped__()
-    scheduler = contents["sglang.srt.managers.scheduler"]["Scheduler"]()
-    return SimpleNamespace(scheduler=scheduler, request=contents["sglang.srt.managers.schedule_batch"]["Req"])
+    return SimpleNamespace(scheduler=scheduler(), request=request)
 
 
 def test_no_key_is_given_before_the_first_version(rank: SimpleNamespace) -> None:
