@@ -35,6 +35,7 @@ ADDRESS = "RAY_ADDRESS"
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum; nothing goes through it
 PLACE_DEADLINE_S = 300.0  # to find room in the cluster, and to start the processes
 ANSWER_S = 10.0  # for a cluster to accept a connection
+STARTS = 3  # of an own cluster: Ray gives its agents 15 s and a node 30 s, which a busy machine passes by chance
 POLL_S = 0.2
 LOST = 70  # exit code of a process whose actor died: EX_SOFTWARE
 # Prefixes of variables.
@@ -81,16 +82,30 @@ def _cluster(job: Job) -> Iterator[Any]:
         _check_answers(address)
     scratch = None if address else tempfile.mkdtemp(prefix="megarl-ray-")
     try:
-        try:
-            ray.init(**_options(job, address, scratch))
-        except Exception as error:  # the class that Ray raises itself if a node is not up within 30 s
-            where = f"{ADDRESS}={address}" if address else "a cluster on this machine"
-            raise UserError(f"launcher=ray: {where} does not come up: {' '.join(str(error).split())[:300]}") from error
+        _start(ray, _options(job, address, scratch), address)
         yield ray
     finally:
         ray.shutdown()
         if scratch is not None:
             shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _start(ray: Any, options: dict[str, Any], address: str | None) -> None:
+    """Connects to the cluster at `address`, or starts one, up to `STARTS` times. Prints each start that failed."""
+    starts = 1 if address else STARTS
+    for number in range(1, starts + 1):
+        try:
+            ray.init(**options)
+        except Exception as error:  # the class that Ray raises itself if a node is not up in time
+            cause = " ".join(str(error).split())[:300]
+            if number < starts:
+                print(f"ray       its cluster is not up, start {number + 1} of {starts} follows: {cause}", flush=True)
+                ray.shutdown()  # what the start left over ends with this process
+                continue
+            where = f"{ADDRESS}={address}" if address else f"a cluster on this machine ({starts} starts)"
+            remedy = "see `ray status`" if address else "choose launcher=local, or set RAY_ADDRESS to a running cluster"
+            raise UserError(f"launcher=ray: {where} does not come up; {remedy}: {cause}") from error
+        return
 
 
 def _options(job: Job, address: str | None, scratch: str | None) -> dict[str, Any]:

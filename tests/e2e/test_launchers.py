@@ -88,6 +88,30 @@ def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path
     assert "rank" in shown.stdout
 
 
+SLOW_ONCE = """
+import os, time
+if "dashboard/agent.py" in open("/proc/self/cmdline").read():
+    try:
+        os.mkdir(os.environ["SLOW_ONCE"])
+        time.sleep(25)
+    except FileExistsError:
+        pass
+"""
+
+
+@pytest.mark.long
+def test_a_cluster_of_a_machine_that_was_busy_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's own agent takes 25 s once; Ray gives it 15 s. Every process of Python runs `sitecustomize.py` first."""
+    pytest.importorskip("ray", reason="ray is not installed: make setup installs it")
+    (tmp_path / "sitecustomize.py").write_text(SLOW_ONCE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("SLOW_ONCE", str(tmp_path / "was slow"))
+    command = Command(tmp_path / "ray", *ARGUMENTS, f"total_train_steps={STEPS}", "launcher=ray")
+    assert command.wait() == 0, command.output.read_text()[-3000:]
+    assert "ray       its cluster is not up, start 2 of 3 follows: The current node timed" in command.output.read_text()
+    assert len(losses(RunFolder(tmp_path / "ray" / "gsm8k_sft" / "latest"))) == STEPS
+
+
 @pytest.mark.long
 def test_a_training_script_runs_beside_servers_that_the_launcher_starts(tmp_path: Path) -> None:
     """The walk-through's loop: rollouts, log-probs, advantages, update, weights as files, versions."""

@@ -82,6 +82,9 @@ HOSTILE: Bugs = {
                 "        if scratch is not None:\n            shutil",
                 "        if False:\n            shutil",
             ),
+            ("an own cluster is started once", "starts = 1 if address else STARTS", "starts = 1"),
+            ("a given cluster is tried again", "starts = 1 if address else STARTS", "starts = STARTS"),
+            ("a failed start is not cleared away", "ray.shutdown()  # what", "pass  # what"),
         ],
     },
     "megarl/trainer/checkpoints/manifest.py": {

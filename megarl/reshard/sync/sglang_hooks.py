@@ -120,7 +120,7 @@ def label_pending_steps() -> None:
 
 @functools.cache
 def share_caches_by_version() -> None:
-    """Gives each version of the weights a prefix cache of its own.
+    """Separates SGLang's prefix caches by the version of the weights.
 
     Patches this process's scheduler: a request begins only on caches of the weights that it begins at. Running requests
     keep their caches at an in-place pause, so SGLang drops none. A later request with the same first tokens would find

@@ -73,11 +73,31 @@ def test_no_other_user_reaches_the_folder_of_a_ray_cluster_that_megarl_starts(
     monkeypatch.delenv(ray.ADDRESS, raising=False)
     with pytest.raises(
         UserError,
-        match=r"this machine does not come up: The current node timed out during startup\. It is slow",
+        match=r"this machine \(3 starts\) does not come up; .*: The current node timed out during startup\. It is slow",
     ):
         ray.launch(job(1, 0))
-    assert modes == [0o777, 0o700]
+    assert modes == [0o777, 0o700] * 3
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_own_cluster_that_was_too_slow_is_started_again_and_one_that_is_given_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    calls: list[str] = []
+
+    def init(address: str) -> None:
+        calls.append(address)
+        if calls.count(address) == 1:
+            raise Exception("The current node timed out during startup.\nIt is slow.")  # as Ray itself does
+
+    module = SimpleNamespace(init=init, shutdown=lambda: calls.append("shutdown"))
+    ray._start(module, {"address": "local"}, None)
+    assert calls == ["local", "shutdown", "local"]
+    shown = "its cluster is not up, start 2 of 3 follows: The current node timed out during startup. It is slow."
+    assert capsys.readouterr().out == f"ray       {shown}\n"
+    with pytest.raises(UserError, match=r"RAY_ADDRESS=10\.0\.0\.1:9 does not come up; see `ray status`: The current"):
+        ray._start(module, {"address": "10.0.0.1:9"}, "10.0.0.1:9")
+    assert calls[3:] == ["10.0.0.1:9"]
 
 
 @pytest.mark.parametrize(
