@@ -96,16 +96,17 @@ def _start(ray: Any, options: dict[str, Any], address: str | None) -> None:
     for number in range(1, starts + 1):
         try:
             ray.init(**options)
+            return
         except Exception as error:  # the class that Ray raises itself if a node is not up in time
             cause = " ".join(str(error).split())[:300]
-            if number < starts:
-                print(f"ray       its cluster is not up, start {number + 1} of {starts} follows: {cause}", flush=True)
-                ray.shutdown()  # what the start left over ends with this process
-                continue
-            where = f"{ADDRESS}={address}" if address else f"a cluster on this machine ({starts} starts)"
-            remedy = "see `ray status`" if address else "choose launcher=local, or set RAY_ADDRESS to a running cluster"
-            raise UserError(f"launcher=ray: {where} does not come up; {remedy}: {cause}") from error
-        return
+            if number == starts:
+                where = f"{ADDRESS}={address}" if address else f"a cluster on this machine ({starts} starts)"
+                remedy = (
+                    "see `ray status`" if address else "choose launcher=local, or set RAY_ADDRESS to a running cluster"
+                )
+                raise UserError(f"launcher=ray: {where} does not come up; {remedy}: {cause}") from error
+            print(f"ray       its cluster is not up, start {number + 1} of {starts} follows: {cause}", flush=True)
+            ray.shutdown()  # what the start left over ends with this process
 
 
 def _options(job: Job, address: str | None, scratch: str | None) -> dict[str, Any]:

@@ -14,15 +14,13 @@ from megarl.knobs import UserError
 from megarl.launcher import ray as launcher
 from megarl.launcher.job import Job
 
-DIES = (  # as ranks do
-    "from megarl.processes import die_with_parent; import os; die_with_parent(int(os.environ['MEGARL_PARENT_PID']));"
-)
-PLACE = (
-    "import os, time; from pathlib import Path; folder = Path(os.environ['MEGARL_JOB_FOLDER']);"
+PLACE = (  # says where it runs, and dies with its actor as ranks and servers do
+    "import os, time; from pathlib import Path; from megarl.processes import die_with_parent;"
+    "die_with_parent(int(os.environ['MEGARL_PARENT_PID'])); folder = Path(os.environ['MEGARL_JOB_FOLDER']);"
     "print(os.environ.get('RANK'), os.environ['LOCAL_RANK'] if 'RANK' in os.environ else '',"
     " os.environ['CUDA_VISIBLE_DEVICES'], os.environ['MEGARL_TEST'], flush=True);"
 )
-RANK = DIES + PLACE + "(folder / ('pid_' + os.environ['RANK'])).write_text(str(os.getppid())); time.sleep({seconds})"
+RANK = PLACE + "(folder / ('pid_' + os.environ['RANK'])).write_text(str(os.getppid())); time.sleep({seconds})"
 NODE_LIMIT_S = 150.0  # to begin a last start of a node: Ray gives its agents 15 s and the node 30 s
 SERVER = PLACE + "\nwhile not (folder / 'trainers-ended').exists(): time.sleep(0.05)"
 
@@ -60,12 +58,11 @@ def add_node(cluster: Any) -> None:
     while True:
         try:
             cluster.add_node(num_cpus=4, num_gpus=2, object_store_memory=launcher.OBJECT_STORE_BYTES)
+            return
         except Exception as error:  # the class that Ray raises itself
             print("a node did not start:", error, file=sys.stderr, flush=True)
             if time.monotonic() > end:
                 raise
-        else:
-            return
 
 
 def main(out: Path) -> None:

@@ -90,12 +90,9 @@ def test_ray_runs_ranks_and_a_server_and_ctrl_c_ends_all_in_order(tmp_path: Path
 
 SLOW_ONCE = """
 import os, time
-if "dashboard/agent.py" in open("/proc/self/cmdline").read():
-    try:
-        os.mkdir(os.environ["SLOW_ONCE"])
-        time.sleep(25)
-    except FileExistsError:
-        pass
+if "dashboard/agent.py" in open("/proc/self/cmdline").read() and not os.path.exists(os.environ["SLOW_ONCE"]):
+    os.mkdir(os.environ["SLOW_ONCE"])
+    time.sleep(25)
 """
 
 
