@@ -1,5 +1,6 @@
 """Collates rows into batches: padding, and an endless seeded stream of batches that resumes exactly."""
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from megarl.data.mixture import Counted, Mixture, Origins, record_counts, record
 from megarl.data.stream import RowStream, StreamMixture
 from megarl.knobs import UserError
 from megarl.types import Episode
+
+BATCH_DEADLINE_S = 600.0  # of processes that load rows; for a hang alone
 
 
 def pad_sequences_to_tensors(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
@@ -111,9 +114,8 @@ class Batches:
             self.labels = mixture.labels
             self._identity["sources"] = mixture.identity()
             dataset = Origins(mixture)
-        counted = bool(self.labels) and collate_fn is not list
-        self._unpack = self._counted if counted else self._plain
-        collate_fn = Counted(collate_fn) if counted else collate_fn
+        self._counted = bool(self.labels) and collate_fn is not list
+        collate_fn = Counted(collate_fn) if self._counted else collate_fn
         self._sampler = EpochSampler(size, config.shuffle, config.seed)
         self.loader = StatefulDataLoader(
             dataset,
@@ -124,6 +126,7 @@ class Batches:
             drop_last=config.drop_last,
             # Without a generator of its own, the loader would draw from the global one at every epoch.
             generator=torch.Generator().manual_seed(config.seed),
+            **_processes(config, dataset, collate_fn),
         )
         self._rows: Iterator[Any] | None = None
 
@@ -155,10 +158,9 @@ class Batches:
         """Records the rewards, lengths and shares of mixed sources, for batches of prompts."""
         record_episodes(self.labels, episodes)
 
-    def _plain(self, batch: Any) -> Any:
-        return batch
-
-    def _counted(self, batch: Any) -> Any:
+    def _unpack(self, batch: Any) -> Any:
+        if not self._counted:
+            return batch
         record_counts(self.labels, batch[1])
         return batch[0]
 
@@ -166,14 +168,25 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        if self._rows is None:
-            self._rows = iter(self.loader)
         try:
-            return self._unpack(next(self._rows))
+            return self._unpack(self._next())
         except StopIteration:
             self._sampler.epoch += 1
-            self._rows = iter(self.loader)
-            return self._unpack(next(self._rows))
+            self._rows = None
+            return self._unpack(self._next())
+
+    def _next(self) -> Any:
+        try:
+            if self._rows is None:
+                self._rows = iter(self.loader)
+            return next(self._rows)
+        except RuntimeError as error:
+            if not str(error).startswith("DataLoader"):  # a row's own error
+                raise
+            raise RuntimeError(
+                f"the processes that load rows gave no batch ({error}); what they printed is above; "
+                f"num_workers={self.loader.num_workers} can be set to 0, which loads in the trainer"
+            ) from error
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the stream."""
@@ -191,6 +204,26 @@ class Batches:
         self._sampler.epoch = state["epoch"]
         self.loader.load_state_dict(dict(state["loader"]))
         self._rows = None
+
+
+def _processes(config: DatasetConfig, dataset: Any, collate_fn: Any) -> dict[str, Any]:
+    """Options of a loader with processes. Each starts from an empty one, not as a copy of the trainer.
+
+    A copy has none of the trainer's threads, but all of its locks and process groups. It stops where it waits for one.
+
+    Raises:
+        UserError: the data set or `collate_fn` cannot be handed to another process.
+    """
+    if not config.num_workers:
+        return {}
+    try:
+        pickle.dumps((dataset, collate_fn))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise UserError(
+            f"num_workers={config.num_workers} hands rows and collate_fn to other processes, and they cannot be "
+            f"pickled ({error}); define their functions at the top of a module, or set num_workers=0"
+        ) from error
+    return {"multiprocessing_context": "spawn", "timeout": BATCH_DEADLINE_S}
 
 
 class StreamBatches:

@@ -1,4 +1,10 @@
+import gc
+import itertools
 import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,6 +13,7 @@ from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megarl.data import collate
 from megarl.data.collate import Batches, pad_sequences_to_tensors
 from megarl.data.prompts import DatasetConfig
 from megarl.data.sft import get_gsm8k_sft_dataset
@@ -141,6 +148,92 @@ def test_worker_processes_give_the_same_order_and_resume_too() -> None:
     resumed = Batches(numbers(8), config)
     resumed.load_state_dict(state)
     assert first + [indices(next(resumed)) for _ in range(3)] == expected
+
+
+SET_BY_TEST: list[int] = []  # what a copy of this process would have too
+
+
+class Copied:
+    """One row: what the process that reads it has of the test's."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, row: int) -> list[int]:
+        return SET_BY_TEST
+
+
+class Rows:
+    """Four rows. The last cannot be read: `fault` is called in its place."""
+
+    def __init__(self, fault: Callable[[], None]) -> None:
+        self.fault = fault
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, row: int) -> int:
+        if row == 3:
+            self.fault()
+        return row
+
+
+def hang() -> None:
+    time.sleep(600)
+
+
+def end() -> None:
+    os._exit(3)
+
+
+def refuse() -> None:
+    raise RuntimeError("row 3 is no row")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (hang, r"gave no batch \(DataLoader timed out after 5.0 seconds\).*num_workers=1 can be set to 0"),
+        (end, r"gave no batch \(DataLoader worker \(pid\(s\) \d+\) exited unexpectedly\)"),
+        (refuse, "row 3 is no row"),
+    ],
+)
+def test_a_process_that_gives_no_batch_is_named(
+    fault: Callable[[], None], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if fault is hang:
+        monkeypatch.setattr(collate, "BATCH_DEADLINE_S", 5.0)
+    stream = Batches(Rows(fault), DatasetConfig(batch_size=1, shuffle=False, num_workers=1))
+    with pytest.raises(RuntimeError, match=message):
+        list(itertools.islice(stream, 4))
+
+
+def test_processes_that_load_rows_end_with_their_stream() -> None:
+    """And not when garbage is next collected, in the middle of something else."""
+    gc.collect()
+    gc.disable()
+    try:
+        stream = Batches(numbers(8), DatasetConfig(batch_size=2, num_workers=1))
+        next(stream)
+        (process,) = multiprocessing.active_children()
+        del stream
+        process.join(300)
+        assert not process.is_alive()
+    finally:
+        gc.enable()
+
+
+def test_processes_that_load_rows_are_no_copies_of_the_trainer() -> None:
+    """A copy would wait for ever where another thread of the trainer held a lock."""
+    SET_BY_TEST[:] = [1]
+    assert next(Batches(Copied(), DatasetConfig(batch_size=1))) == [[1]]
+    assert next(Batches(Copied(), DatasetConfig(batch_size=1, num_workers=1))) == [[]]
+
+
+def test_rows_that_no_other_process_can_have_are_refused() -> None:
+    message = r"num_workers=2 hands rows and collate_fn to other processes, .*lambda.*set num_workers=0"
+    with pytest.raises(UserError, match=message):
+        Batches(numbers(8), DatasetConfig(batch_size=2, num_workers=2), lambda rows: rows)
 
 
 @pytest.mark.parametrize("change", [{"batch_size": 3}, {"seed": 1}, {"shuffle": False}])
