@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
+import psutil
 import pytest
 
 EVERY_S = 300.0
@@ -38,8 +40,23 @@ class RunningTests:
             terminal.write_line(self.line())
 
     def line(self) -> str:
-        """`[15 min] 2100 tests ended; running: tests/a.py::test_b (12 s), ...`, the one that runs longest first."""
+        """`[15 min] 2100 tests ended; running: tests/a.py::test_b (12 s), ...`, the one that runs longest first.
+
+        If one has run for that long, `; processes: 301 sleeping, 302 stopped` follows: a process that is stopped, or
+        waits for a disk, cannot say where it is.
+        """
         now = time.monotonic()
         running = sorted(self._since.copy().items(), key=lambda test: test[1])
         named = ", ".join(f"{nodeid} ({now - since:.0f} s)" for nodeid, since in running)
-        return f"[{(now - self._start) / 60:.0f} min] {self._ended} tests ended; running: {named or 'none'}"
+        long = bool(running) and now - running[0][1] >= EVERY_S
+        states = f"; processes: {', '.join(_states())}" if long else ""
+        return f"[{(now - self._start) / 60:.0f} min] {self._ended} tests ended; running: {named or 'none'}{states}"
+
+
+def _states() -> list[str]:
+    """The processes that share the tests, and what each does: `302 sleeping`."""
+    states = []
+    for process in [psutil.Process(), *psutil.Process().children()]:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            states.append(f"{process.pid} {process.status()}")
+    return states

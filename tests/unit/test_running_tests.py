@@ -55,3 +55,35 @@ def test_a_test_that_stalls_is_named_while_it_runs(workers: str, tmp_path: Path)
     assert run.returncode == 0, run.stdout + run.stderr
     named = re.findall(r"\[\d+ min\] \d tests ended; running: (\S+) \(\d+ s\)", run.stdout)
     assert "test_both.py::test_that_stalls" in named, run.stdout
+    assert re.search(r"test_that_stalls \(\d+ s\).*; processes: \d+ \w+", run.stdout), run.stdout
+
+
+HANGS = """
+import ctypes
+
+def test_before():
+    pass
+
+def test_that_hangs():
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.PyDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)  # holds Python's lock, so that no handler of a signal runs
+"""
+
+
+@pytest.mark.parametrize("workers", ["0", "2"])
+def test_a_hang_outside_python_ends_the_process_and_says_where_it_was(workers: str, tmp_path: Path) -> None:
+    (tmp_path / "test_hang.py").write_text(HANGS)
+    settings = str(Path(__file__).parents[2] / "pyproject.toml")
+    command = [
+        *(sys.executable, "-m", "pytest", "-c", settings, "--rootdir", str(tmp_path), "-n", workers),
+        *("-p", "no:cacheprovider", "-o", "timeout=1", "-o", "faulthandler_timeout=5", str(tmp_path)),
+    ]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
+    assert run.returncode == 1
+    assert "in test_that_hangs" in run.stderr
+    assert 'test_hang.py", line 11 in test_that_hangs' in run.stderr
+    if workers == "2":
+        assert run.stdout.count("crashed while running 'test_hang.py::test_that_hangs'") == 1
+        assert "1 failed, 1 passed" in run.stdout
