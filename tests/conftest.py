@@ -295,7 +295,8 @@ def no_world_stays() -> Iterator[None]:
     until then one of its three threads wakes 100 times a second.
     """
     yield
-    groups = sys.modules.get("megarl.parallel.groups")
-    if groups is not None and torch.distributed.is_initialized():
+    if groups := sys.modules.get("megarl.parallel.groups"):
+        had_threads = torch.distributed.is_initialized()
         groups.destroy()
-        gc.collect()
+        if had_threads:
+            gc.collect()
