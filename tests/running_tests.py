@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 
 import psutil
 import pytest
 
 EVERY_S = 300.0
+END_S = 1500.0  # above both limits of pyproject.toml: they do not end a process that is stopped
 
 
 class RunningTests:
@@ -38,12 +42,16 @@ class RunningTests:
     def _tell(self, terminal: pytest.TerminalReporter) -> None:
         while not self._stop.wait(EVERY_S):
             terminal.write_line(self.line())
+            if any(time.monotonic() - since > END_S for since in self._since.copy().values()):
+                terminal.write_line(f"a test runs for more than {END_S:g} s, and no limit ends it: the suite ends")
+                os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: processes that share the tests are killed
+                return
 
     def line(self) -> str:
         """`[15 min] 2100 tests ended; running: tests/a.py::test_b (12 s), ...`, the one that runs longest first.
 
-        If one has run for that long, `; processes: 301 sleeping, 302 stopped` follows: a process that is stopped, or
-        waits for a disk, cannot say where it is.
+        If one has run for that long, `; processes: 301 sleeping in futex_do_wait, 302 stopped in do_signal_stop`
+        follows: a process that is stopped, or waits for a disk, cannot say where it is.
         """
         now = time.monotonic()
         running = sorted(self._since.copy().items(), key=lambda test: test[1])
@@ -54,9 +62,10 @@ class RunningTests:
 
 
 def _states() -> list[str]:
-    """The processes that share the tests, and what each does: `302 sleeping`."""
+    """The processes that share the tests, what each does, and where in the kernel its main thread waits."""
     states = []
     for process in [psutil.Process(), *psutil.Process().children()]:
-        with contextlib.suppress(psutil.Error):  # it has ended
-            states.append(f"{process.pid} {process.status()}")
+        with contextlib.suppress(psutil.Error, OSError):  # it has ended
+            place = Path(f"/proc/{process.pid}/wchan").read_text()
+            states.append(f"{process.pid} {process.status()} in {place if place != '0' else 'no wait'}")
     return states

@@ -55,7 +55,7 @@ def test_a_test_that_stalls_is_named_while_it_runs(workers: str, tmp_path: Path)
     assert run.returncode == 0, run.stdout + run.stderr
     named = re.findall(r"\[\d+ min\] \d tests ended; running: (\S+) \(\d+ s\)", run.stdout)
     assert "test_both.py::test_that_stalls" in named, run.stdout
-    assert re.search(r"test_that_stalls \(\d+ s\).*; processes: \d+ \w+", run.stdout), run.stdout
+    assert re.search(r"test_that_stalls \(\d+ s\).*; processes: \d+ \w+ in \w+", run.stdout), run.stdout
 
 
 HANGS = """
@@ -87,3 +87,34 @@ def test_a_hang_outside_python_ends_the_process_and_says_where_it_was(workers: s
     if workers == "2":
         assert run.stdout.count("crashed while running 'test_hang.py::test_that_hangs'") == 1
         assert "1 failed, 1 passed" in run.stdout
+
+
+STOPS = """
+import os
+import signal
+
+def test_that_is_stopped():
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+ENDING = """
+from tests import running_tests
+
+running_tests.EVERY_S, running_tests.END_S = 0.5, 3.0
+
+def pytest_configure(config):
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(running_tests.RunningTests())
+"""
+
+
+def test_a_stopped_process_ends_the_suite_by_the_name_of_its_test(tmp_path: Path) -> None:
+    (tmp_path / "test_stop.py").write_text(STOPS)
+    (tmp_path / "conftest.py").write_text(ENDING)
+    root = str(Path(__file__).parents[2])
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--rootdir", str(tmp_path), str(tmp_path)]
+    run = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert run.returncode == pytest.ExitCode.INTERRUPTED, run.stdout + run.stderr
+    assert re.search(r"running: test_stop.py::test_that_is_stopped \(\d+ s\); processes: .* stopped in", run.stdout)
+    assert "a test runs for more than 3 s, and no limit ends it: the suite ends" in run.stdout
