@@ -6,17 +6,21 @@ import contextlib
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed import HashStore
 
-from megarl.actor.config import EngineConfig
+from megarl.actor.config import EngineConfig, OptimizerConfig
 from megarl.actor.engine import MegatronEngine
+from megarl.actor.supervised import MegatronLMEngine
 from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.transfer.transports.gloo import GlooTransport
+from megarl.types import PackedBatch, cu_seqlens_of
 
 
 def gloo_threads() -> set[str]:
@@ -53,6 +57,23 @@ def test_a_lone_engine_has_one_group_and_leaves_no_thread(before: set[str], chec
         assert 0 < len(gloo_threads() - before) <= 3  # one group: a loop, and two workers
         engine.destroy()
         assert all_end(before)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
+def test_nothing_is_left_of_an_engine_that_was_trained(
+    family: str, before: set[str], checkpoints: Callable[..., Path]
+) -> None:
+    engine = MegatronLMEngine(
+        EngineConfig(path=str(checkpoints(family, tied=False)), optimizer=OptimizerConfig(lr=0.1))
+    )
+    engine.initialize()
+    tokens = {"input_ids": torch.arange(40), "loss_mask": torch.ones(40, dtype=torch.bool)}
+    engine.train_lm(PackedBatch(cu_seqlens_of(torch.tensor([25, 15])), tokens))
+    parts = [weakref.ref(part) for part in (engine.ddps[0], engine.modules[0], next(engine.modules[0].parameters()))]
+    engine.destroy()
+    gc.collect()
+    assert [part() for part in parts] == [None] * len(parts)
+    assert all_end(before)
 
 
 def test_two_engines_of_a_process_share_the_group(before: set[str], checkpoints: Callable[..., Path]) -> None:
