@@ -289,14 +289,7 @@ def no_sandbox_stays(nothing_is_left_behind: None) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_world_stays() -> Iterator[None]:
-    """A world that a module's tests made in this process ends with them, and so do its threads.
-
-    Engines hold the groups in cycles. Left to a later collection, a group would end in the middle of another test, and
-    until then one of its three threads wakes 100 times a second.
-    """
+    """A world that a module's tests made in this process ends with them."""
     yield
     if groups := sys.modules.get("megarl.parallel.groups"):
-        had_threads = torch.distributed.is_initialized()
         groups.destroy()
-        if had_threads:
-            gc.collect()

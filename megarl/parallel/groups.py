@@ -179,11 +179,15 @@ def leave_layout() -> None:
 
 
 def destroy() -> None:
-    """Closes all groups and leaves the world."""
+    """Closes all groups and leaves the world. Groups that engines in cycles hold are collected, as in `leave_layout`.
+
+    Left to a later collection, their threads would end in the middle of something else.
+    """
     if parallel_state.model_parallel_is_initialized():
         _forget_layout()
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()
 
 
 def _forget_layout() -> None:
