@@ -64,6 +64,16 @@ def wrap(modules: Sequence[GPTModel], groups: Groups) -> list[DistributedDataPar
     return ddps
 
 
+def release(ddps: Sequence[Any]) -> None:
+    """Lets go of the models in `ddps`, which are of no further use.
+
+    Hooks hold a DDP from autograd's graph, where garbage collection does not look. A dispatcher of experts keeps the
+    graph of its last probabilities. So a mixture of experts that was trained would never be freed.
+    """
+    for ddp in ddps:
+        vars(ddp).clear()
+
+
 def _finalize(beside: Sequence[Any], groups: Groups, stages: Sequence[Any], _: Any, **options: Any) -> None:
     """Completes gradients after backward: of the model's stages, and of modules `beside` the schedule's."""
     finalize_model_grads(stages, None, **options)

@@ -167,10 +167,7 @@ class MegatronEngine(TrainEngine):
 
     def destroy(self) -> None:
         self._state = self.scheduler = self.optimizer = self._mtp = self._replay = None
-        for ddp in self.ddps:
-            # Its hooks hold it from autograd's graph, where garbage collection does not look. A dispatcher of experts
-            # keeps the graph of its last probabilities, and so the model would never be freed.
-            vars(ddp).clear()
+        data_parallel.release(self.ddps)
         self.ddps, self.modules = [], []
         self.__dict__.pop("_weights", None)
         self.__dict__.pop("groups", None)  # a group's threads end with its last reference
