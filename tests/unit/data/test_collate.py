@@ -211,11 +211,12 @@ def test_a_process_that_gives_no_batch_is_named(
 def test_processes_that_load_rows_end_with_their_stream() -> None:
     """And not when garbage is next collected, in the middle of something else."""
     gc.collect()
+    before = set(multiprocessing.active_children())  # of other tests
     gc.disable()
     try:
         stream = Batches(numbers(8), DatasetConfig(batch_size=2, num_workers=1))
         next(stream)
-        (process,) = multiprocessing.active_children()
+        (process,) = set(multiprocessing.active_children()) - before
         del stream
         process.join(300)
         assert not process.is_alive()
