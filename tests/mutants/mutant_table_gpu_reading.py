@@ -32,6 +32,12 @@ READING: Bugs = {
             ("routers do not wait for gates", "if gate is not None and layer", "if gate is None and layer"),
             ("gates of the last layer alone", "lambda *_, gate=gate:", "lambda *_:"),
         ],
+        unit("parallel/test_group_threads"): [("a trained model stays", "vars(ddp).clear()", "pass")],
+    },
+    "megarl/parallel/groups.py": {
+        unit("parallel/test_group_threads"): [
+            ("what cycles hold ends later", "destroy_process_group()\n        gc.collect()", "destroy_process_group()"),
+        ],
     },
     "megarl/actor/reference.py": {
         unit("actor/test_offload"): [

@@ -391,6 +391,14 @@ DATA: Bugs = {
                 "generator=torch.Generator().manual_seed(config.seed),",
                 "generator=None,",
             ),
+            (
+                "processes are copies of the trainer",
+                '"multiprocessing_context": "spawn"',
+                '"multiprocessing_context": "fork"',
+            ),
+            ("a batch is waited for without a deadline", '"timeout": BATCH_DEADLINE_S', '"timeout": 0'),
+            ("what cannot be pickled passes", "pickle.dumps((dataset, collate_fn))", "pass"),
+            ("a row's own error is the loader's", 'if not str(error).startswith("DataLoader"):', "if False:"),
         ],
     },
     "megarl/data/mixture.py": {

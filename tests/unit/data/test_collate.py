@@ -195,7 +195,7 @@ def refuse() -> None:
     [
         (hang, r"gave no batch \(DataLoader timed out after 5.0 seconds\).*num_workers=1 can be set to 0"),
         (end, r"gave no batch \(DataLoader worker \(pid\(s\) \d+\) exited unexpectedly\)"),
-        (refuse, "row 3 is no row"),
+        (refuse, r"(?s)^Caught RuntimeError in DataLoader worker process.*row 3 is no row"),
     ],
 )
 def test_a_process_that_gives_no_batch_is_named(

@@ -59,6 +59,22 @@ def test_a_lone_engine_has_one_group_and_leaves_no_thread(before: set[str], chec
         assert all_end(before)
 
 
+def test_a_group_in_a_cycle_ends_with_its_world_and_not_later(before: set[str]) -> None:
+    class Holder:
+        def __init__(self) -> None:
+            self.group, self.itself = torch.distributed.group.WORLD, self
+
+    groups.initialize(ParallelConfig())
+    gc.disable()
+    try:
+        held = weakref.ref(Holder())
+        assert held() is not None
+        groups.destroy()
+        assert held() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next"])
 def test_nothing_is_left_of_an_engine_that_was_trained(
     family: str, before: set[str], checkpoints: Callable[..., Path]
