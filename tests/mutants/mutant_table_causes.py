@@ -5,6 +5,24 @@ from __future__ import annotations
 from mutant import Bugs, unit
 
 CAUSES: Bugs = {
+    "megarl/data/collate.py": {
+        unit("data/test_collate"): [
+            ("orders repeat along seed + epoch", "self.seed * 1_000_003 + self.epoch", "self.seed + self.epoch"),
+            (
+                "the loader draws from the global generator",
+                "generator=torch.Generator().manual_seed(config.seed),",
+                "generator=None,",
+            ),
+            (
+                "processes are copies of the trainer",
+                '"multiprocessing_context": "spawn"',
+                '"multiprocessing_context": "fork"',
+            ),
+            ("a batch is waited for without a deadline", '"timeout": BATCH_DEADLINE_S', '"timeout": 0'),
+            ("what cannot be pickled passes", "pickle.dumps((dataset, collate_fn))", "pass"),
+            ("a row's own error is the loader's", 'if not str(error).startswith("DataLoader"):', "if False:"),
+        ],
+    },
     "megarl/launcher/watch.py": {
         unit("launcher/test_watch"): [
             (
