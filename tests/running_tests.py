@@ -42,7 +42,7 @@ class RunningTests:
     def _tell(self, terminal: pytest.TerminalReporter) -> None:
         while not self._stop.wait(EVERY_S):
             terminal.write_line(self.line())
-            if any(time.monotonic() - since > END_S for since in self._since.copy().values()):
+            if self._longest_s() > END_S:
                 terminal.write_line(f"a test runs for more than {END_S:g} s, and no limit ends it: the suite ends")
                 os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: processes that share the tests are killed
                 return
@@ -56,9 +56,13 @@ class RunningTests:
         now = time.monotonic()
         running = sorted(self._since.copy().items(), key=lambda test: test[1])
         named = ", ".join(f"{nodeid} ({now - since:.0f} s)" for nodeid, since in running)
-        long = bool(running) and now - running[0][1] >= EVERY_S
-        states = f"; processes: {', '.join(_states())}" if long else ""
+        states = f"; processes: {', '.join(_states())}" if self._longest_s() >= EVERY_S else ""
         return f"[{(now - self._start) / 60:.0f} min] {self._ended} tests ended; running: {named or 'none'}{states}"
+
+    def _longest_s(self) -> float:
+        """For how long the test that runs longest has run; 0 if none runs."""
+        now = time.monotonic()
+        return now - min(self._since.copy().values(), default=now)
 
 
 def _states() -> list[str]:

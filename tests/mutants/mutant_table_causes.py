@@ -1,4 +1,4 @@
-"""Bugs written by hand in what finds the cause of a failure, and in what keeps it until the user sees it."""
+"""Bugs written by hand in batches, and in what finds the cause of a failure and keeps it until the user sees it."""
 
 from __future__ import annotations
 

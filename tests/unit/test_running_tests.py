@@ -9,6 +9,17 @@ from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).parents[2]
+
+
+def run_tests(folder: Path, workers: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Runs the tests of a folder, which has none of this suite's settings but those in `options`."""
+    command = [sys.executable, "-m", "pytest", "-n", workers, "--rootdir", str(folder), *options, str(folder)]
+    return subprocess.run(
+        command, cwd=folder, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900, check=False
+    )
+
+
 STALLS = """
 import time
 from pathlib import Path
@@ -47,11 +58,7 @@ def pytest_configure(config):
 def test_a_test_that_stalls_is_named_while_it_runs(workers: str, tmp_path: Path) -> None:
     (tmp_path / "test_both.py").write_text(STALLS)
     (tmp_path / "conftest.py").write_text(CONFTEST)
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-m", "pytest", "-n", workers, "--rootdir", str(tmp_path), str(tmp_path)]
-    run = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=900, check=False
-    )
+    run = run_tests(tmp_path, workers)
     assert run.returncode == 0, run.stdout + run.stderr
     named = re.findall(r"\[\d+ min\] \d tests ended; running: (\S+) \(\d+ s\)", run.stdout)
     assert "test_both.py::test_that_stalls" in named, run.stdout
@@ -75,12 +82,8 @@ def test_that_hangs():
 @pytest.mark.parametrize("workers", ["0", "2"])
 def test_a_hang_outside_python_ends_the_process_and_says_where_it_was(workers: str, tmp_path: Path) -> None:
     (tmp_path / "test_hang.py").write_text(HANGS)
-    settings = str(Path(__file__).parents[2] / "pyproject.toml")
-    command = [
-        *(sys.executable, "-m", "pytest", "-c", settings, "--rootdir", str(tmp_path), "-n", workers),
-        *("-p", "no:cacheprovider", "-o", "timeout=1", "-o", "faulthandler_timeout=5", str(tmp_path)),
-    ]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
+    settings = ("-c", str(ROOT / "pyproject.toml"), "-o", "timeout=1", "-o", "faulthandler_timeout=5")
+    run = run_tests(tmp_path, workers, *settings, "-p", "no:cacheprovider")
     assert run.returncode == 1
     assert "in test_that_hangs" in run.stderr
     assert 'test_hang.py", line 11 in test_that_hangs' in run.stderr
@@ -110,11 +113,7 @@ def pytest_configure(config):
 def test_a_stopped_process_ends_the_suite_by_the_name_of_its_test(tmp_path: Path) -> None:
     (tmp_path / "test_stop.py").write_text(STOPS)
     (tmp_path / "conftest.py").write_text(ENDING)
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-m", "pytest", "-n", "2", "--rootdir", str(tmp_path), str(tmp_path)]
-    run = subprocess.run(
-        command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=900, check=False
-    )
+    run = run_tests(tmp_path, "2")
     assert run.returncode == pytest.ExitCode.INTERRUPTED, run.stdout + run.stderr
     assert re.search(r"running: test_stop.py::test_that_is_stopped \(\d+ s\); processes: .* stopped in", run.stdout)
     assert "a test runs for more than 3 s, and no limit ends it: the suite ends" in run.stdout
