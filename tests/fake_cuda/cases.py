@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 import streams
 import torch
 import torch.distributed as dist
+import watch
 from batches import batch, config, without
 from torch import Tensor
 from watch import WATCH
@@ -99,9 +100,11 @@ def fed(
     elif fault == "no record":
         torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
     gc.collect()
+    WATCH.settle()
     memory = WATCH.memory
     before = memory.most = memory.live
     stats, waits = WATCH.counted(lambda: engine.train_lm(data))
+    WATCH.settle()
     return {"loss": stats["loss"], "waits": waits, "bytes": memory.most - before, "left": memory.live - before}
 
 
@@ -112,16 +115,20 @@ def handed_out(path: str, layout: ParallelConfig | None = None) -> dict[str, Any
     data = without(batch(), "group_ids", "pair_ids")
     routes = torch.arange(data.total_tokens * 64 * 8, dtype=torch.int16).view(-1, 64, 8)
     data.set_tokens(ROUTED_EXPERTS, routes)
-    plain = dist.broadcast
+    plain, on_host = dist.broadcast, watch.ON_HOST
+
+    def held(tensor: Tensor) -> Tensor:
+        """The tensor as gloo gets it, which a thread lets go of late: gloo's may, on a busy machine."""
+        host = on_host(tensor)
+        threading.Timer(0.02, host.size).start()
+        return host
 
     def released(tensor: Tensor, src: int) -> None:
-        """Broadcasts, and waits until gloo's thread lets go of the tensor: a moment after the call."""
-        holders, deadline = tensor._use_count(), time.monotonic() + 300
+        """Broadcasts, and waits until nothing but the caller holds the tensor."""
         plain(tensor, src)
-        while tensor._use_count() > holders and time.monotonic() < deadline:
-            time.sleep(0.001)
+        WATCH.settle()
 
-    dist.broadcast = released
+    dist.broadcast, watch.ON_HOST = released, held
     memory, broadcast.PIECE_BYTES = WATCH.memory, 4096
     before = memory.most = memory.live
     received = broadcast.broadcast_batch(data if engine.groups.rank == 0 else None)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +51,7 @@ class Watch(TorchDispatchMode):
         self.pinned: set[int] = set()  # pinned host memory, by address
         self.arriving: set[int] = set()  # host memory to which a copy may still be on its way, by address
         self.memory = streams.Memory()
+        self.handed: list[weakref.ref[Tensor]] = []  # tensors that gloo may still hold
 
     def __enter__(self) -> Watch:
         streams.note = self.note
@@ -70,6 +73,19 @@ class Watch(TorchDispatchMode):
         result = call()
         self._raise_faults()
         return result, {f"{place}: {kind}": count for (place, kind), count in sorted(self.waits.items())}
+
+    def settle(self) -> None:
+        """Waits until gloo's threads hold no tensor of a collective that has ended; they let go a moment later.
+
+        Raises:
+            TimeoutError: one was still held after five minutes.
+        """
+        deadline = time.monotonic() + 300
+        while held := [tensor for tensor in self.handed if tensor() is not None]:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"gloo still holds {len(held)} tensors after 300 s")
+            time.sleep(0.001)
+        self.handed.clear()
 
     def note(self, kind: str) -> None:
         if (place := _place()) != "stand-in":
@@ -163,6 +179,7 @@ class Watch(TorchDispatchMode):
             shapes = [tuple(x.shape) for x in on_host]
             raise MixedDevices(f"{_place()}: {func} got {shapes} on the host, where NCCL is not")
         pairs = {id(x): (ON_HOST(x), x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.is_cuda}
+        self.handed += [weakref.ref(host) for host, _ in pairs.values()]
         args, kwargs = tree_map(lambda x: pairs[id(x)][0] if id(x) in pairs else x, (args, kwargs))
         back = {id(host): own for host, own in pairs.values()}
         return tree_map(lambda x: back.get(id(x), x), func(*args, **kwargs))
