@@ -16,7 +16,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import settings
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
@@ -38,15 +37,14 @@ from transformers import (
 from xdist.scheduler import LoadScopeScheduling
 
 from megarl.parallel import platform
-from tests import clocks, guardian, rows
+from tests import clocks, fuzzing, guardian, hangs, rows
 from tests.latent_shapes import LATENT, SIGMOID_EXPERTS, YARN
 from tests.running_tests import RunningTests
 
 # A job in the background may be started with Ctrl-C ignored, and its children inherit that; tests send it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Hypothesis' own profile for machines that are slow at times: no deadline an example, and the same examples every time.
-settings.load_profile("ci")
+fuzzing.repeat_examples()
 
 # Where several processes share the suite (`make test`), one runs the whole of a file, and of files that use the same
 # servers: what fixtures started is there once. Folders whose files take long come first.
@@ -106,6 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
         platform.takes_gpu_options = lambda: True
     if seconds := config.getoption("--stall"):
         config.stash[STALLS] = clocks.Stalls(seconds)
+    config.pluginmanager.register(hangs.Hangs())
     if not hasattr(config, "workerinput"):  # its workers have a terminal reporter too, which nobody sees
         config.pluginmanager.register(RunningTests())
 

@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 LONG_LIMIT_S = 7200  # for hangs alone
+
+
+def repeat_examples() -> None:
+    """Loads Hypothesis' profile for machines that are slow at times: no deadline, and the same examples every time.
+
+    Hypothesis takes some of its numbers from the source of modules that are imported by then, which earlier tests of
+    the process decide. It takes none here.
+    """
+    settings.load_profile("ci")
+    assert hasattr(providers, "_get_local_constants"), "Hypothesis takes the constants of modules elsewhere now"
+    providers._get_local_constants = Constants
 
 
 def fuzzed(bounded: int, long: int) -> pytest.MarkDecorator:

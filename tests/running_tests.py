@@ -12,8 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import fuzzing
+
 EVERY_S = 300.0
-END_S = 1500.0  # above both limits of pyproject.toml: they do not end a process that is stopped
+END_S = fuzzing.LONG_LIMIT_S + 300.0  # above every limit of a test: none ends a process that is stopped
 
 
 class RunningTests:

@@ -293,6 +293,8 @@ def prepare() -> None:
         _restore_norm_kernels()
         _route_with_the_biases_dtype()
         _share_offloading()
+    if platform.collective_backend() == "gloo":
+        _gather_apart()
     if not platform.needs_cpu_patches():
         torch.cuda.set_device(platform.device())
         return
@@ -300,7 +302,6 @@ def prepare() -> None:
         setattr(torch.cuda, name, replacement)
     for (module, name), (replacement, _) in MEGATRON_ATTRIBUTES.items():
         setattr(importlib.import_module(f"megatron.core.{module}"), name, replacement)
-    _gather_apart()
     # tensor_parallel/random.py: CudaRNGStatesTracker.fork swaps CUDA generator states. The inference tracker does not;
     # it is correct because dropout is 0.
     megatron_random.initialize_rng_tracker(inference_rng_tracker=True)

@@ -27,11 +27,8 @@ class DeviceProcess:
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, env=environment
             )
 
-    def run(self, cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
-        """Outcomes by the cases' names: {"result": ...} or {"error": traceback}."""
-        return {name: self._outcome(case) for name, case in cases.items()}
-
-    def _outcome(self, case: Case) -> dict[str, Any]:
+    def run(self, case: Case) -> dict[str, Any]:
+        """The outcome of a case: {"result": ...} or {"error": traceback}."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; its log says why
@@ -45,6 +42,18 @@ class DeviceProcess:
     def close(self) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+class Outcomes(dict[str, dict[str, Any]]):
+    """Outcomes by the cases' names. A case runs when it is first asked for, and so within the limit of that test."""
+
+    def __init__(self, process: DeviceProcess, cases: dict[str, Case]) -> None:
+        super().__init__()
+        self.process, self.cases = process, cases
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        self[name] = self.process.run(self.cases[name])
+        return self[name]
 
 
 def result(outcomes: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:

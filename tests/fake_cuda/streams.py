@@ -107,6 +107,7 @@ class Block:
 
     home: Stream  # gets its memory back when it is freed
     nbytes: int
+    storage: weakref.ref[Any]
     written: tuple[Stream, int]  # the last write
     used: Marks = field(default_factory=dict)
     recorded: set[Stream] = field(default_factory=set)  # streams that `record_stream` named
@@ -141,15 +142,20 @@ class Memory:
         """Returns a storage's block; a new one is the current stream's."""
         key = storage._cdata
         if key not in self.blocks:
-            self.blocks[key] = Block(current(), storage.nbytes(), (current(), current().issued))
+            written = current(), current().issued
+            self.blocks[key] = Block(current(), storage.nbytes(), weakref.ref(storage), written)
             self.live += storage.nbytes()
             self.most = max(self.most, self.live)
             weakref.finalize(storage, self._free, key)
         return self.blocks[key]
 
+    def freeing(self) -> bool:
+        """True while a storage is gone whose bytes still count: another thread is about to take them off."""
+        return any(block.storage() is None for block in list(self.blocks.values()))
+
     def _free(self, key: int) -> None:
+        self.live -= self.blocks[key].nbytes
         block = self.blocks.pop(key)
-        self.live -= block.nbytes
         for stream, count in block.used.items():
             if stream not in block.recorded and not _ordered(block.home, stream, count):
                 self.faults.append("memory was freed while another stream may still use it: no record_stream")

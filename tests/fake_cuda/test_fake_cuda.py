@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +13,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from batches import batch, config, without  # noqa: E402
-from run_cases import Case, DeviceProcess, result  # noqa: E402
+from run_cases import Case, DeviceProcess, Outcomes, result  # noqa: E402
 
 from megarl.actor.supervised import MegatronLMEngine  # noqa: E402
 from megarl.ops.digest import buffer_bytes  # noqa: E402
 from megarl.reshard.config import RELAYING  # noqa: E402
 from tests import rows  # noqa: E402
-
-pytestmark = pytest.mark.timeout(3000)  # of a test, its cases included
 
 NUMBERS = HERE.parents[1] / "docs/numbers.md"
 
@@ -144,15 +142,14 @@ def cases(checkpoints: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def outcomes(cases: dict[str, Case], process: DeviceProcess) -> dict[str, dict[str, Any]]:
-    """Outcomes of all cases."""
-    return process.run(cases)
+def outcomes(cases: dict[str, Case], process: DeviceProcess) -> Outcomes:
+    return Outcomes(process, cases)
 
 
 @pytest.fixture(scope="module")
 def te_outcomes(
     checkpoints: Callable[..., Path], device: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, Any]:
+) -> Iterator[Outcomes]:
     """Outcomes of updates by the backend `te`, on the stand-in for Transformer Engine."""
     te = {"dtype": "bfloat16", "backend": "te"}
     dense, deep = (str(checkpoints("qwen3", tied=True, num_hidden_layers=n)) for n in (2, 3))
@@ -164,10 +161,8 @@ def te_outcomes(
         "te, recomputed": ("sft", {"path": dense, "recompute": "selective", **te}, {}),
     }
     process = DeviceProcess(device, tmp_path_factory.mktemp("te"), HERE.parent / "te" / "stand_in", HERE.parents[1])
-    try:
-        return process.run(cases)
-    finally:
-        process.close()
+    yield Outcomes(process, cases)
+    process.close()
 
 
 @pytest.mark.parametrize("name", ["sft", "3 layers, 3 microbatches", "shared prompts"])

@@ -12,12 +12,12 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from head import TOKENS, VOCAB  # noqa: E402
-from run_cases import Case, DeviceProcess, result  # noqa: E402
+from run_cases import Case, DeviceProcess, Outcomes, result  # noqa: E402
 
 from megarl.ops.head_chunks import divergence_bytes  # noqa: E402
 from tests import rows  # noqa: E402
 
-pytestmark = [*rows.marks(), pytest.mark.timeout(3000)]  # of a test, its cases included
+pytestmark = rows.marks()
 
 # Routes through the LM head -> most memory as a share of the logits, and products of 2 T V H operations.
 HEAD = {
@@ -39,11 +39,10 @@ ROUTES = [route for route in HEAD if rows.wants_all() or route not in RARER]
 
 
 @pytest.fixture(scope="module")
-def outcomes(process: DeviceProcess) -> dict[str, dict[str, Any]]:
-    """Outcomes of all routes."""
+def outcomes(process: DeviceProcess) -> Outcomes:
     cases: dict[str, Case] = {route: ("head", {"route": route}, {}) for route in ROUTES}
     cases["fewer tokens"] = "head", {"route": "token loss", "tokens": 8192}, {}
-    return process.run(cases)
+    return Outcomes(process, cases)
 
 
 @pytest.mark.parametrize("route", ROUTES)

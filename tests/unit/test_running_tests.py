@@ -79,17 +79,57 @@ def test_that_hangs():
 """
 
 
-@pytest.mark.parametrize("workers", ["0", "2"])
-def test_a_hang_outside_python_ends_the_process_and_says_where_it_was(workers: str, tmp_path: Path) -> None:
-    (tmp_path / "test_hang.py").write_text(HANGS)
-    settings = ("-c", str(ROOT / "pyproject.toml"), "-o", "timeout=1", "-o", "faulthandler_timeout=5")
-    run = run_tests(tmp_path, workers, *settings, "-p", "no:cacheprovider")
+MARKED_HANGS = f"""
+import pytest
+
+pytestmark = pytest.mark.timeout(1)
+{HANGS}"""
+ENDING_HANGS = """
+from tests import hangs
+
+hangs.GRACE_S = 4.0
+
+def pytest_configure(config):
+    config.pluginmanager.register(hangs.Hangs())
+"""
+
+
+def settings(limit_s: int) -> tuple[str, ...]:
+    """This suite's settings, with another limit."""
+    return "-c", str(ROOT / "pyproject.toml"), "-o", f"timeout={limit_s}", "-p", "no:cacheprovider"
+
+
+@pytest.mark.parametrize(("workers", "tests", "limit_s"), [("0", HANGS, 1), ("2", HANGS, 1), ("0", MARKED_HANGS, 600)])
+def test_a_hang_outside_python_ends_the_process_and_says_where_it_was(
+    workers: str, tests: str, limit_s: int, tmp_path: Path
+) -> None:
+    (tmp_path / "test_hang.py").write_text(tests)
+    (tmp_path / "conftest.py").write_text(ENDING_HANGS)
+    run = run_tests(tmp_path, workers, *settings(limit_s))
     assert run.returncode == 1
     assert "in test_that_hangs" in run.stderr
-    assert 'test_hang.py", line 11 in test_that_hangs' in run.stderr
+    assert re.search(r'test_hang.py", line \d+ in test_that_hangs', run.stderr)
     if workers == "2":
         assert run.stdout.count("crashed while running 'test_hang.py::test_that_hangs'") == 1
         assert "1 failed, 1 passed" in run.stdout
+
+
+TAKES_LONG = """
+import time
+
+import pytest
+
+@pytest.mark.timeout(600)
+def test_that_takes_long():
+    time.sleep(6)
+"""
+
+
+def test_a_test_with_a_longer_limit_has_it(tmp_path: Path) -> None:
+    (tmp_path / "test_long.py").write_text(TAKES_LONG)
+    (tmp_path / "conftest.py").write_text(ENDING_HANGS)
+    run = run_tests(tmp_path, "0", *settings(limit_s=1))
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 STOPS = """

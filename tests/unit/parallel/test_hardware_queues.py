@@ -101,7 +101,7 @@ def test_a_value_of_the_user_is_kept_and_said_once_where_it_is_another(
         for _ in range(2):
             hardware_queues.enter(ParallelConfig(tp_size=2))
     assert os.environ[NAME] == given
-    said = [record.getMessage() for record in caplog.records]
+    said = [record.getMessage() for record in caplog.records if record.name == hardware_queues.__name__]
     assert len(said) == (would is not None)
     assert would is None or (f"{NAME}={given} of the environment is kept" in said[0] and would in said[0])
 
