@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -65,6 +67,18 @@ class LoggerConfig:
             )
 
 
+@functools.cache
+def _leave_errors_to_flush() -> None:
+    """Keeps the thread that writes TensorBoard's files from printing a traceback: the next flush raises its error."""
+    report = threading.excepthook
+
+    def report_others(arguments: Any) -> None:
+        if not type(arguments.thread).__module__.startswith("tensorboard."):
+            report(arguments)
+
+    threading.excepthook = report_others
+
+
 class StatsLogger:
     """Logs each step once, over any number of resumes. One process of a run has one.
 
@@ -83,6 +97,7 @@ class StatsLogger:
             from torch.utils.tensorboard import SummaryWriter  # slow to import
 
             purge_step = None if after_step < 0 else after_step + 1
+            _leave_errors_to_flush()
             self._tensorboard = SummaryWriter(str(run.tensorboard), purge_step=purge_step)
         if config.wandb:
             import wandb

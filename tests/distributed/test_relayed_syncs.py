@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megarl.reshard import config as reshard_config
+from megarl.reshard.sync import coordinator
 from megarl.reshard.sync.coordinator import WeightSyncError
 from tests.distributed.relay_worker import SERVERS, SHAPES, TP, Fleet, relay_of, tell_of_death, weights
 
@@ -17,7 +19,8 @@ MIDDLE = 5  # of the messages that a relay sends on
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     fleet = Fleet(tmp_path_factory.mktemp("fleet"))
-    yield fleet
+    with mock.patch.object(coordinator, "PROBE_S", 300.0):  # a busy machine answers late
+        yield fleet
     fleet.stop()
 
 

@@ -20,7 +20,42 @@ CAUSES: Bugs = {
             ),
             ("a batch is waited for without a deadline", '"timeout": BATCH_DEADLINE_S', '"timeout": 0'),
             ("what cannot be pickled passes", "pickle.dumps((dataset, collate_fn))", "pass"),
-            ("a row's own error is the loader's", 'if not str(error).startswith("DataLoader"):', "if False:"),
+            ("a row's own error is the loader's", 'not str(error).startswith("DataLoader") and', "False and"),
+            (
+                "a lost connection is a row's error",
+                "except (RuntimeError, ConnectionError) as",
+                "except RuntimeError as",
+            ),
+            (
+                "a row's lost connection is the loader's",
+                "(not broken or str(error)",
+                "(not isinstance(error, ConnectionError) or str(error)",
+            ),
+        ],
+    },
+    "megarl/launcher/local.py": {
+        unit("launcher/test_local"): [
+            ("what a rank printed hides the cause", '"PYTHONUNBUFFERED": "1"', '"PYTHONUNBUFFERED": ""'),
+        ],
+    },
+    "megarl/observe/logger.py": {
+        unit("observe/test_logger"): [
+            ("a full disk prints a traceback", "            _leave_errors_to_flush()\n", ""),
+        ],
+    },
+    "megarl/rollout/servers/server_config.py": {
+        unit("rollout/test_server_config"): [
+            (
+                "a port cannot be had by its server",
+                "probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from",
+                "pass  # from",
+            ),
+            (
+                "a held port is free",
+                "            probe.bind((host, port))\n        except OSError:\n            probe.close()",
+                "            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)\n"
+                "            probe.bind((host, port))\n        except OSError:\n            probe.close()",
+            ),
         ],
     },
     "megarl/launcher/watch.py": {
@@ -49,6 +84,11 @@ CAUSES: Bugs = {
                 "            elif status.state == SERVING:\n                return\n",
                 "",
             ),
+            (
+                "a restart during a look hides the death",
+                "status.server.fault() is not None or status.state not in (SERVING, ADMITTED):",
+                "status.state not in (SERVING, ADMITTED) or status.server.fault() is not None:",
+            ),
             ("the server that went first is the cause", "cause[0], reverse=True", "cause[0], reverse=False"),
             (
                 "a server that was stopped is ready",
@@ -70,6 +110,7 @@ CAUSES: Bugs = {
                 "with contextlib.suppress(KeyError):\n                    member.kill",
             ),
             ("servers after one that stays are left", "                errors.append(error)", "                raise"),
+            ("one that is gone is its processes' fault", "(psutil.STATUS_ZOMBIE, GONE):", "(psutil.STATUS_ZOMBIE,):"),
         ],
     },
     "megarl/trainer/rollouts/weight_sync.py": {

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from megarl.reshard import config
+from megarl.reshard.sync import coordinator
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.transfer.transports.base import PlainStaging
 from megarl.reshard.transfer.transports.nccl import NcclTransport
@@ -25,6 +26,7 @@ SHARED = [["g0", "g1"], ["g2", "g3"], ["g2", "g3"], ["g4", "g5"]]
 @pytest.fixture
 def fleet(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     """Servers whose ranks emulate NCCL, as this process does during the test; the parameter has their GPUs."""
+    monkeypatch.setattr(coordinator, "PROBE_S", 300.0)  # a busy machine answers late
     monkeypatch.setattr(NcclTransport, "make_staging", PlainStaging)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", None, raising=False)
     for name in ("current_stream", "stream"):

@@ -29,7 +29,7 @@ from megarl.families import FAMILIES, decoder
 from megarl.reshard.plan.sglang_layout import Geometry
 from megarl.reshard.sync.live_parameters import LayoutError, check_plain, live_fragments
 from megarl.rollout.servers import gpu_backends
-from megarl.rollout.servers.server_config import free_ports
+from tests.held_ports import held_port
 
 ROOT = Path(__file__).parents[2]
 ON_GPU = ("cuda", "cutlass")  # packages that SGLang's model classes for CUDA import
@@ -57,7 +57,7 @@ def built(checkpoint: Path, dtype: str) -> torch.nn.Module:
     )
     ranks = SpawnRanks(world_rank=spawn_world_rank(arguments, tp_rank=0, pp_rank=0), gpu_id=0)
     publish(arguments, role="scheduler", ranks=ranks)
-    (port,) = free_ports("127.0.0.1", 1)
+    port = held_port()
     with mock.patch.object(parallel_state, "is_cuda_alike", return_value=False):  # groups of CPU tensors
         bootstrap.init_parallel_runtime(server_args=arguments, device="cpu", dist_port=port)
     initialize_moe_config()

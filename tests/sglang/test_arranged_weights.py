@@ -24,7 +24,7 @@ from megarl.reshard.sync.marlin_weights import (
     permuted_scales,
     to_marlin,
 )
-from megarl.rollout.servers.server_config import free_ports
+from tests.held_ports import held_port
 from tests.sglang.tiny_models import make_wide, save_quantised
 
 ROOT = Path(__file__).parents[2]
@@ -97,7 +97,7 @@ def test_a_sync_into_sglangs_arranged_layers_leaves_what_a_fresh_load_leaves(
     """SGLang ends each update by arranging the weights once more, which megarl's servers leave out."""
     first, other = (save_quantised(make_wide(seed), tmp_path / str(seed), FORMATS[name]) for seed in (3, 4))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, WORKER, *map(str, (free_ports("127.0.0.1", 1)[0], first, other))]
+    command = [sys.executable, WORKER, *map(str, (held_port(), first, other))]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=450)
     assert done.returncode == 0, done.stderr[-3000:]
     report = json.loads(done.stdout.splitlines()[-1])

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from megarl.families import decoder, load_config
-from megarl.rollout.servers.server_config import free_ports
+from tests.held_ports import held_port
 from tests.sglang.tiny_models import save_multimodal
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def reports(tiny_checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempP
         (work / f"{family}_other" / "config.json").write_text(json.dumps(config | fields))
     names = [*SERVED, *(f"{family}_other" for family in OTHERS)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    port = free_ports("127.0.0.1", 1)[0]
+    port = held_port()
     command = [sys.executable, str(ROOT / "tests/sglang/routes_worker.py")]
     command += [str(value) for value in (os.getpid(), 0, 1, 1, port, 0)]
     done = subprocess.run(

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megarl.families.weight_formats import FORMATS
-from megarl.rollout.servers.server_config import free_ports
 from tests import forked_servers, rows
+from tests.held_ports import held_port
 from tests.sglang import wide_models
 from tests.sglang.tiny_models import make_wide, save_multimodal, save_quantised
 
@@ -32,7 +32,7 @@ def ranks_of(
     checkpoints: list[Path], tp_size: int, ep_size: int = 1, padded: bool = True
 ) -> list[list[dict[str, Any]]]:
     """Each rank's report on each checkpoint. `padded`: with sizes padded as on CPU, else as on a GPU."""
-    port = free_ports("127.0.0.1", 1)[0]
+    port = held_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(map(str, range(tp_size)))
     with contextlib.ExitStack() as ended:

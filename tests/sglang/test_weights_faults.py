@@ -22,8 +22,8 @@ from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.sync.server_control import PendingCall, ServerControl
 from megarl.reshard.transfer.store import Deadline
 from megarl.reshard.transfer.transports.gloo import GlooTransport
-from megarl.rollout.servers.server_config import free_ports
 from megarl.rollout.servers.sglang_server import SGLangServer, SGLangServers
+from tests.held_ports import held_port
 from tests.sglang.tiny_models import make_model
 
 VICTIM = "model.layers.1.self_attn.k_proj.weight"
@@ -54,7 +54,7 @@ def restart(server: SGLangServer, *, elsewhere: bool) -> str:
     """Restarts a server, on another port if `elsewhere`. Returns its address."""
     server.stop()
     if elsewhere:
-        server.port = free_ports(server.config.host, 1)[0]
+        server.port = held_port()
         server.args["port"] = server.port
     server.start()
     server.wait_ready()

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from weights_support import TOLERANCE, Served, checksums, logprobs
 
 from megarl.reshard.transfer.store import Deadline
-from megarl.rollout.servers.server_config import free_ports
 from megarl.rollout.servers.sglang_server import SGLangServers
 from tests import warm
+from tests.held_ports import held_port
 from tests.sglang import weights_rank
 from tests.sglang.tiny_models import make_model
 
@@ -36,7 +36,7 @@ class Trainer:
         folder.mkdir()
         self.exported = folder / "exported"
         self.ranks = ranks
-        port = str(free_ports("127.0.0.1", 1)[0])
+        port = str(held_port())
         shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         self.logs = [folder / f"rank_{rank}.log" for rank in range(ranks)]
         self.processes, self.pipes = [], []

@@ -22,6 +22,7 @@ from megarl.parallel import groups
 from megarl.parallel.config import ParallelConfig
 from megarl.reshard.config import ReshardConfig
 from megarl.reshard.session import SyncReport, WeightSession
+from megarl.reshard.sync import coordinator
 from megarl.reshard.sync.coordinator import WeightSyncError
 from megarl.reshard.transfer.transports.gloo import GlooTransport
 from megarl.rollout.client.sglang_client import RemoteSGLangEngine, RolloutConfig
@@ -102,6 +103,7 @@ def carry_out(run: dict[str, Any], pipe: Connection) -> None:
 
 def main(pipe: Connection, environment: dict[str, str], log: str) -> None:
     warm.become(environment, log)
+    coordinator.EXPLAIN_S = 300.0  # a busy server says late that it lives
     while True:
         carry_out(pipe.recv(), pipe)
         groups.leave_layout()

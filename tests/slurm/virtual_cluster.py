@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from megarl.parallel import hardware_queues
-from megarl.rollout.servers.server_config import free_ports
+from tests.held_ports import held_port
 
 ROOT = Path(__file__).parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
@@ -53,6 +53,7 @@ SlurmdParameters=config_overrides
 JobRequeue=1
 ReturnToService=2
 SlurmdTimeout=300
+MessageTimeout=100
 KillWait=5
 SchedulerParameters=sched_interval=2,bf_interval=2
 MpiDefault=none
@@ -104,7 +105,7 @@ class Cluster:
         key.chmod(0o400)
         for gpu in range(GPUS):
             (folder / "gpus" / f"gpu{gpu}").symlink_to("/dev/null")  # Slurm requires a device
-        ctld, *ports = free_ports("127.0.0.1", NODES + 1)
+        ctld, *ports = (held_port() for _ in range(NODES + 1))
         nodes = "".join(
             f"NodeName=node{i} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=16 RealMemory=1000000 "
             f"Gres=gpu:{GPUS} State=UNKNOWN\n"

@@ -220,11 +220,17 @@ def test_a_step_that_hangs_is_killed_with_all_that_it_started(tmp_path: Path, mo
         "time.sleep(600)"
     )
 
+    sleeps: list[float] = []  # the runner has set the deadline before it first sleeps
+
     def clock() -> float:
         """Its deadline passes once both processes run."""
-        return time.monotonic() + 400 * pids.exists()
+        return time.monotonic() + 400 * (bool(sleeps) and pids.exists())
 
-    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    def sleep(seconds: float) -> None:
+        sleeps.append(seconds)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=clock, sleep=sleep))
     hangs, good = python("hangs", code, deadline_s=300), python("good", write_figures(GOOD), figures=JSON_LINES)
     results = runner.run_all([hangs, good], tmp_path)
     assert [result.status for result in results] == ["failed", "passed"]
@@ -253,19 +259,9 @@ def test_steps_share_the_time_of_the_whole(tmp_path: Path, monkeypatch: pytest.M
 def test_pytests_report_becomes_counts(body: str, status: str, reason: str, tmp_path: Path) -> None:
     """A step whose tests are all skipped proves nothing, though pytest ends well."""
     (tmp_path / "test_made_up.py").write_text(body)
-    command = (
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        os.devnull,
-        "--rootdir",
-        str(tmp_path),
-    )
-    (result,) = runner.run_all([Step("tests", "made up", (*command, str(tmp_path)), 120, JUNIT)], tmp_path)
+    options = ("-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(tmp_path), str(tmp_path))
+    command = (sys.executable, "-m", "pytest", *options)
+    (result,) = runner.run_all([Step("tests", "made up", command, 900, JUNIT)], tmp_path)
     assert result.status == status, (tmp_path / result.log).read_text()
     assert result.reason.startswith(reason)
     assert sum(figure["value"] for figure in result.figures) == 1

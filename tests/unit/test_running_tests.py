@@ -44,7 +44,7 @@ class Naming(running_tests.RunningTests):
     def line(self):
         text = super().line()
         self.lines += "test_that_stalls" in text
-        if self.lines == 2:  # the first is written
+        if self.lines == 3:  # the first may come too early for states of processes, and the second is written
             Path("named").touch()
         return text
 
@@ -67,6 +67,7 @@ def test_a_test_that_stalls_is_named_while_it_runs(workers: str, tmp_path: Path)
 
 HANGS = """
 import ctypes
+import signal
 
 def test_before():
     pass
@@ -75,6 +76,7 @@ def test_that_hangs():
     mutex = ctypes.create_string_buffer(64)
     lock = ctypes.PyDLL(None).pthread_mutex_lock
     lock(mutex)
+    signal.setitimer(signal.ITIMER_REAL, 0.5)  # the limit, put forward
     lock(mutex)  # holds Python's lock, so that no handler of a signal runs
 """
 
@@ -82,12 +84,12 @@ def test_that_hangs():
 MARKED_HANGS = f"""
 import pytest
 
-pytestmark = pytest.mark.timeout(1)
+pytestmark = pytest.mark.timeout(600)
 {HANGS}"""
 ENDING_HANGS = """
 from tests import hangs
 
-hangs.GRACE_S = 4.0
+hangs.GRACE_S = -592.0  # of a limit of 600 s, 8 are left
 
 def pytest_configure(config):
     config.pluginmanager.register(hangs.Hangs())
@@ -99,7 +101,9 @@ def settings(limit_s: int) -> tuple[str, ...]:
     return "-c", str(ROOT / "pyproject.toml"), "-o", f"timeout={limit_s}", "-p", "no:cacheprovider"
 
 
-@pytest.mark.parametrize(("workers", "tests", "limit_s"), [("0", HANGS, 1), ("2", HANGS, 1), ("0", MARKED_HANGS, 600)])
+@pytest.mark.parametrize(
+    ("workers", "tests", "limit_s"), [("0", HANGS, 600), ("2", HANGS, 600), ("0", MARKED_HANGS, 7200)]
+)
 def test_a_hang_outside_python_ends_the_process_and_says_where_it_was(
     workers: str, tests: str, limit_s: int, tmp_path: Path
 ) -> None:
@@ -119,16 +123,16 @@ import time
 
 import pytest
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_that_takes_long():
-    time.sleep(6)
+    time.sleep(10)
 """
 
 
 def test_a_test_with_a_longer_limit_has_it(tmp_path: Path) -> None:
     (tmp_path / "test_long.py").write_text(TAKES_LONG)
     (tmp_path / "conftest.py").write_text(ENDING_HANGS)
-    run = run_tests(tmp_path, "0", *settings(limit_s=1))
+    run = run_tests(tmp_path, "0", *settings(limit_s=600))
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -140,13 +144,24 @@ def test_that_is_stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
 """
 ENDING = """
+import psutil
 from tests import running_tests
 
-running_tests.EVERY_S, running_tests.END_S = 0.5, 3.0
+running_tests.EVERY_S, running_tests.END_S = 0.5, 0.6
+
+class Ending(running_tests.RunningTests):
+    stopped = False
+
+    def line(self):
+        self.stopped = any(child.status() == "stopped" for child in psutil.Process().children())
+        return super().line()
+
+    def _longest_s(self):
+        return super()._longest_s() if self.stopped else 0.0  # a busy machine comes late to the stop
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(running_tests.RunningTests())
+        config.pluginmanager.register(Ending())
 """
 
 
@@ -156,4 +171,4 @@ def test_a_stopped_process_ends_the_suite_by_the_name_of_its_test(tmp_path: Path
     run = run_tests(tmp_path, "2")
     assert run.returncode == pytest.ExitCode.INTERRUPTED, run.stdout + run.stderr
     assert re.search(r"running: test_stop.py::test_that_is_stopped \(\d+ s\); processes: .* stopped in", run.stdout)
-    assert "a test runs for more than 3 s, and no limit ends it: the suite ends" in run.stdout
+    assert "a test runs for more than 0.6 s, and no limit ends it: the suite ends" in run.stdout

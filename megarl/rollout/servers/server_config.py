@@ -232,19 +232,34 @@ def port_is_free(host: str, port: int) -> bool:
     return True
 
 
-def free_ports(host: str, count: int) -> list[int]:
-    """Returns `count` ports of `host` without a listener. Raises UserError if there are fewer."""
-    ports: list[int] = []
+def hold_ports(host: str, count: int) -> list[socket.socket]:
+    """Binds sockets to `count` ports of `host` that nobody has, and returns them.
+
+    They do not listen, so a server that sets SO_REUSEADDR, as SGLang's does, may have the port. Nobody else is given it
+    here while they are open: a server needs a minute from the choice of its port until it listens.
+
+    Raises:
+        UserError: fewer ports are free.
+    """
+    held: list[socket.socket] = []
     for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):
-        if len(ports) == count:
+        if len(held) == count:
             break
-        if port_is_free(host, port):
-            ports.append(port)
-    if len(ports) < count:
+        probe = socket.socket()
+        try:
+            probe.bind((host, port))
+        except OSError:
+            probe.close()
+            continue
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # from now on: a held port is not free
+        held.append(probe)
+    if len(held) < count:
+        for probe in held:
+            probe.close()
         raise UserError(
             f"{host} has no {count} free ports in {FREE_PORTS.start}-{FREE_PORTS.stop - 1}; set server.port"
         )
-    return ports
+    return held
 
 
 def uses_gpu(config: SGLangServerConfig) -> bool:

@@ -39,7 +39,7 @@ from megarl.rollout.servers.server_config import (
     SGLangServerConfig,
     check_server_config,
     choose_platform,
-    free_ports,
+    hold_ports,
     quantisation_arguments,
     server_arg_options,
 )
@@ -159,7 +159,7 @@ class SGLangServer:
             if (status := status_of(member.pid)) in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED, GONE)
         ]
         own = status_of(process.pid)  # read last: it becomes a zombie before the others do
-        if own == psutil.STATUS_ZOMBIE:
+        if own in (psutil.STATUS_ZOMBIE, GONE):
             return ""  # once its last thread has ended, the next check reports its exit code
         if own == psutil.STATUS_STOPPED:
             return f"has a process {process.pid} that is {own}"
@@ -315,10 +315,9 @@ class SGLangServers:
         platform = choose_platform(config, sglang, deterministic)
         self.config = config
         self.api_key = api_key or secrets.token_hex(24)  # hex: SGLang reads a leading "-" as an option
-        if config.port:
-            ports = list(range(config.port, config.port + config.n_servers))
-        else:
-            ports = free_ports(config.host, config.n_servers)
+        self._held = [] if config.port else hold_ports(config.host, config.n_servers)
+        ports = [held.getsockname()[1] for held in self._held]
+        ports = ports or list(range(config.port, config.port + config.n_servers))
         args: dict[str, Any] = {
             "model_path": str(Path(model_path).resolve()),
             "host": config.host,
@@ -369,13 +368,15 @@ class SGLangServers:
             server.check_alive()
 
     def stop(self) -> None:
-        """Stops every server. Raises the first failure after that."""
+        """Stops every server and gives their ports up. Raises the first failure after that."""
         errors = []
         for server in self.servers:
             try:
                 server.stop()
             except Exception as error:
                 errors.append(error)
+        for held in self._held:
+            held.close()
         if errors:
             raise errors[0]
 

@@ -134,7 +134,8 @@ class Supervisor:
         status = self._statuses[address]
         deadline = time.monotonic() + DEATH_GRACE_S
         while status.server.owned:
-            if status.state not in (SERVING, ADMITTED) or status.server.fault() is not None:
+            # The fault first: a restart, which removes it, comes after the change of state.
+            if status.server.fault() is not None or status.state not in (SERVING, ADMITTED):
                 return True
             if time.monotonic() >= deadline:  # only after a look: a busy machine may come to it late
                 return False

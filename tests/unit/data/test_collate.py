@@ -4,7 +4,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -194,7 +194,8 @@ def refuse() -> None:
     ("fault", "message"),
     [
         (hang, r"gave no batch \(DataLoader timed out after 5.0 seconds\).*num_workers=1 can be set to 0"),
-        (end, r"gave no batch \(DataLoader worker \(pid\(s\) \d+\) exited unexpectedly\)"),
+        # torch notices the end of a process by a signal, whatever is being done; only in a wait is it about a batch
+        (end, r"DataLoader worker \(pid(\(s\))? \d+\) exited unexpectedly"),
         (refuse, r"(?s)^Caught RuntimeError in DataLoader worker process.*row 3 is no row"),
     ],
 )
@@ -205,6 +206,29 @@ def test_a_process_that_gives_no_batch_is_named(
         monkeypatch.setattr(collate, "BATCH_DEADLINE_S", 5.0)
     stream = Batches(Rows(fault), DatasetConfig(batch_size=1, shuffle=False, num_workers=1))
     with pytest.raises(RuntimeError, match=message):
+        list(itertools.islice(stream, 4))
+
+
+def test_a_process_that_ends_in_the_middle_of_a_tensor_is_named() -> None:
+    stream = Batches(Rows(end), DatasetConfig(batch_size=1, shuffle=False, num_workers=1))
+
+    def broken() -> Iterator[Any]:
+        raise ConnectionResetError(104, "Connection reset by peer")
+        yield
+
+    stream._rows = broken()
+    with pytest.raises(RuntimeError, match=r"gave no batch \(\[Errno 104\] Connection reset by peer\).*num_workers=1"):
+        next(stream)
+
+
+def refuse_connection() -> None:
+    raise ConnectionError("row 3 has no server")
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_rows_own_error_of_a_connection_stays_what_it_is(num_workers: int) -> None:
+    stream = Batches(Rows(refuse_connection), DatasetConfig(batch_size=1, shuffle=False, num_workers=num_workers))
+    with pytest.raises(ConnectionError, match="row 3 has no server"):
         list(itertools.islice(stream, 4))
 
 

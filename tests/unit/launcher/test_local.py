@@ -23,7 +23,7 @@ rank = os.environ["RANK"]
 with open(os.path.join(sys.argv[1], ".pid_" + rank), "w") as file:
     file.write(str(os.getpid()))
 os.replace(file.name, os.path.join(sys.argv[1], "pid_" + rank))
-print("rank", rank, "of", os.environ["WORLD_SIZE"])
+print("rank", rank, "of", os.environ["WORLD_SIZE"])  # unflushed: a rank's own output is not buffered
 {body}
 """
 
@@ -31,6 +31,7 @@ print("rank", rank, "of", os.environ["WORLD_SIZE"])
 @pytest.fixture
 def rank_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(local.__file__).parents[2]}")
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     return tmp_path / "rank_module.py"
 
 

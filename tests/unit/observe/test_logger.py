@@ -1,5 +1,6 @@
 import json
 import math
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -95,6 +96,29 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path):
     events = EventAccumulator(str(tmp_path / "tensorboard"), purge_orphaned_data=True).Reload()
     shown = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert shown == [(0, 1.0), (1, 1.0), (2, 1.0), (3, 2.0), (4, 2.0), (5, 2.0)]
+
+
+FULL = """
+import resource
+import sys
+from pathlib import Path
+from megarl.observe.logger import LoggerConfig, StatsLogger
+
+logger = StatsLogger(Path(sys.argv[1]), LoggerConfig())
+logger.commit(1, {"reward": 0.5})
+(events,) = Path(sys.argv[1]).rglob("events.*")
+resource.setrlimit(resource.RLIMIT_FSIZE, (events.stat().st_size, resource.RLIM_INFINITY))
+try:
+    logger.commit(2, {"reward": 0.5})
+except OSError as error:
+    print(error.strerror)
+"""
+
+
+def test_an_event_file_that_cannot_grow_is_an_error_of_the_commit_and_no_traceback_of_a_thread(tmp_path: Path):
+    done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, timeout=600)
+    assert done.stdout == "File too large\n", done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("steps", [0, -2])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import itertools
 import sys
 import threading
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ class TransferEngine:
     """
 
     engines: ClassVar[dict[str, TransferEngine]] = {}
+    ports: ClassVar[Iterator[int]] = itertools.count(16000)
     status = 0  # of reads and starts
     hangs: ClassVar[threading.Event | None] = None  # reads end once it is set
 
@@ -41,7 +43,7 @@ class TransferEngine:
 
     def initialize(self, host: str, metadata: str, protocol: str, devices: str) -> int:
         assert (metadata, protocol, devices) == ("P2PHANDSHAKE", "tcp", "")
-        self.port = 16000 + len(self.engines)
+        self.port = next(self.ports)  # ranks start at once
         self.engines[f"{host}:{self.port}"] = self
         return self.status
 

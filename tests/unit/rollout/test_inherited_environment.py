@@ -17,8 +17,9 @@ from megarl.parallel import nccl_memory
 from megarl.parallel.determinism import OFF
 from megarl.rollout.servers import server_config
 from megarl.rollout.servers.inherited_environment import ALLOCATOR
-from megarl.rollout.servers.server_config import SGLangServerConfig, choose_platform, free_ports
+from megarl.rollout.servers.server_config import SGLangServerConfig, choose_platform
 from megarl.rollout.servers.sglang_server import SGLangServer
+from tests.held_ports import held_port
 
 # What torchrun gives a rank (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 TORCHRUN = {
@@ -47,7 +48,7 @@ def test_a_server_of_a_torchrun_rank_begins_a_group_of_its_own(monkeypatch: pyte
     environment = environment_of(tmp_path)
     assert not TORCHRUN.keys() & environment.keys()
     assert environment["NCCL_DEBUG"] == "WARN"
-    address = f"tcp://127.0.0.1:{free_ports('127.0.0.1', 1)[0]}"
+    address = f"tcp://127.0.0.1:{held_port()}"
     command = [sys.executable, "-c", BEGINS, address]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout == "began\n", done.stderr[-2000:]

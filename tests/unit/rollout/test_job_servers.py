@@ -14,6 +14,7 @@ from megarl.knobs import UserError
 from megarl.parallel.rendezvous import publish
 from megarl.rollout.servers.external import JobServer, JobServers
 from megarl.rollout.servers.sglang_server import ServerError
+from tests.held_ports import held_port
 
 LOADER = "megarl.receive"
 
@@ -70,8 +71,8 @@ def test_a_server_that_failed_while_it_started_ends_the_wait_for_all(tmp_path: P
 
 
 def test_a_server_that_dies_is_told_at_once_and_waited_for_until_it_answers_again() -> None:
-    served = serve()
-    port = served.server_port
+    port = held_port()
+    served = serve(port)
     server = JobServer(3, f"127.0.0.1:{port}", "key", ready_timeout_s=300)
     assert server.answers(300)
     assert server.fault() is None

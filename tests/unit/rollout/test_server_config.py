@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from megarl.knobs import UserError
-from megarl.rollout.servers.server_config import check_numbers, server_arg_options
+from megarl.rollout.servers import server_config
+from megarl.rollout.servers.server_config import check_numbers, hold_ports, server_arg_options
 
 
 def test_arguments_have_the_options_of_sglangs_command_line() -> None:
@@ -33,3 +36,17 @@ def test_a_number_that_no_server_takes_is_refused(key: str, value: object, messa
 
 def test_numbers_that_servers_take_pass() -> None:
     check_numbers({"ep_size": 2, "mem_fraction_static": 0.5, "context_length": None, "max_prefill_tokens": -1})
+
+
+def test_a_port_is_given_to_one_alone_and_a_server_may_listen_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    (first,) = hold_ports("127.0.0.1", 1)
+    port = first.getsockname()[1]
+    monkeypatch.setattr(server_config, "FREE_PORTS", range(port, port + 1))
+    with pytest.raises(UserError, match=f"has no 1 free ports in {port}-{port}; set server.port"):
+        hold_ports("127.0.0.1", 1)
+    with socket.create_server(("127.0.0.1", port)) as server:  # with SO_REUSEADDR, as SGLang's
+        socket.create_connection(("127.0.0.1", port)).close()
+        server.accept()[0].close()
+        with pytest.raises(UserError):
+            hold_ports("127.0.0.1", 1)
+    first.close()

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megarl.rollout.servers import sglang_server
 from megarl.rollout.servers.server_config import SGLangServerConfig
 from megarl.rollout.servers.sglang_server import ServerError, SGLangServer, SGLangServers, still_running
 
@@ -58,6 +59,14 @@ def server(tmp_path: Path) -> Iterator[SGLangServer]:
     with contextlib.suppress(psutil.NoSuchProcess):
         child.kill()
     process.communicate()
+
+
+def test_a_server_that_is_gone_before_its_exit_code_is_known_is_not_reported_by_its_processes(
+    server: SGLangServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a parent of its own, which takes its exit code first."""
+    monkeypatch.setattr(sglang_server, "status_of", lambda pid: sglang_server.GONE)
+    assert server.fault() is None
 
 
 def tell(server: SGLangServer, word: str) -> None:
@@ -141,7 +150,7 @@ def test_all_servers_are_stopped_though_one_cannot_be() -> None:
 
     servers = SGLangServers.__new__(SGLangServers)
     each: list[Any] = [SimpleNamespace(stop=lambda n=n: stop(n), wait_ready=wait_ready) for n in range(3)]
-    servers.servers = each
+    servers.servers, servers._held = each, []
     with pytest.raises(ServerError, match="server 0 stays"):
         servers.stop()
     assert stopped == [0, 1, 2]
