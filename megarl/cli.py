@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import errno
 import functools
+import io
 import logging
 import os
 import re
@@ -136,6 +137,7 @@ def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
     """
     arguments = sys.argv[1:]
     open_many_files()
+    _print_by_lines()
     _drop_noise()
     logging.basicConfig(level=logging.WARNING, format="megarl: %(message)s")
     if any(a in ("-h", "--help") for a in arguments):
@@ -156,6 +158,12 @@ def exit_with(command: Callable[[list[str]], int], usage: str = "") -> None:
             raise
         print(f"megarl: {line}", file=sys.stderr)
         sys.exit(1)
+
+
+def _print_by_lines() -> None:
+    """Writes what is printed line by line. In a log the rest of a buffer would come below the error of the end."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)
 
 
 def _drop_noise() -> None:

@@ -99,14 +99,15 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "cpu_options(reason): the test is about the CPU's options; --gpu-options skips it"
     )
-    os.environ[rows.VARIABLE] = "some" if config.option.markexpr == "not long" else "all"
+    quick = config.option.markexpr == "not long"
+    os.environ[rows.VARIABLE] = "some" if quick else "all"
     if config.getoption("--gpu-options"):
         platform.takes_gpu_options = lambda: True
     if seconds := config.getoption("--stall"):
         config.stash[STALLS] = clocks.Stalls(seconds)
     config.pluginmanager.register(hangs.Hangs())
     if not hasattr(config, "workerinput"):  # its workers have a terminal reporter too, which nobody sees
-        config.pluginmanager.register(RunningTests())
+        config.pluginmanager.register(RunningTests(*([] if quick else [fuzzing.LONG_LIMIT_S + 300])))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -25,11 +25,20 @@ class Hangs:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
-        faulthandler.dump_traceback_later(limit_s(item) + GRACE_S, exit=True, file=self.stderr)
+        self._arm(item)
         try:
             return (yield)
         finally:
             faulthandler.cancel_dump_traceback_later()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_exception_interact(self, node: pytest.Item | pytest.Collector) -> None:
+        """Counts anew for what follows a failure: pytest's own plugin has just cancelled it."""
+        if isinstance(node, pytest.Item):
+            self._arm(node)
+
+    def _arm(self, item: pytest.Item) -> None:
+        faulthandler.dump_traceback_later(limit_s(item) + GRACE_S, exit=True, file=self.stderr)
 
 
 def limit_s(item: pytest.Item) -> float:

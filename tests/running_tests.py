@@ -12,16 +12,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests import fuzzing
-
 EVERY_S = 300.0
-END_S = fuzzing.LONG_LIMIT_S + 300.0  # above every limit of a test: none ends a process that is stopped
+END_S = 4200.0  # above the limits of tests that are not long: none ends a process that is stopped
 
 
 class RunningTests:
-    """A plugin of the process that prints: it hears of every test's start and end, whichever process runs it."""
+    """A plugin of the process that prints: it hears of every test's start and end, whichever process runs it.
 
-    def __init__(self) -> None:
+    A test that runs for more than `end_s` ends the suite.
+    """
+
+    def __init__(self, end_s: float = END_S) -> None:
+        self._end_s = end_s
         self._since: dict[str, float] = {}
         self._ended = 0
         self._start = time.monotonic()
@@ -44,8 +46,10 @@ class RunningTests:
     def _tell(self, terminal: pytest.TerminalReporter) -> None:
         while not self._stop.wait(EVERY_S):
             terminal.write_line(self.line())
-            if self._longest_s() > END_S:
-                terminal.write_line(f"a test runs for more than {END_S:g} s, and no limit ends it: the suite ends")
+            if self._longest_s() > self._end_s:
+                terminal.write_line(
+                    f"a test runs for more than {self._end_s:g} s, and no limit ends it: the suite ends"
+                )
                 os.kill(os.getpid(), signal.SIGINT)  # as Ctrl-C: processes that share the tests are killed
                 return
 

@@ -180,13 +180,13 @@ class Batches:
             if self._rows is None:
                 self._rows = iter(self.loader)
             return next(self._rows)
-        except (RuntimeError, ConnectionError) as error:
+        except (RuntimeError, ConnectionError, EOFError) as error:
             # A process that ends in the middle of a tensor ends its connection.
-            broken = isinstance(error, ConnectionError) and self.loader.num_workers > 0
+            broken = not isinstance(error, RuntimeError) and self.loader.num_workers > 0
             if not str(error).startswith("DataLoader") and (not broken or str(error).startswith("Caught")):
                 raise  # a row's own error
             raise RuntimeError(
-                f"the processes that load rows gave no batch ({error}); what they printed is above; "
+                f"the processes that load rows gave no batch ({str(error) or 'EOFError'}); what they printed is above; "
                 f"num_workers={self.loader.num_workers} can be set to 0, which loads in the trainer"
             ) from error
 

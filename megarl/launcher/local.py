@@ -61,7 +61,6 @@ def rank_environment(rank: int, world_size: int, scratch: Path) -> dict[str, str
         "OMP_NUM_THREADS": str(threads),
         "OMP_WAIT_POLICY": "PASSIVE",  # spinning threads of one rank would starve the others
         "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONUNBUFFERED": "1",  # else what a rank printed comes into its log after the cause of its end
         **os.environ,
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -15,7 +15,6 @@ import dataclasses
 import logging
 import os
 import signal
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -127,5 +126,4 @@ class Stop:
 if __name__ == "__main__":
     if PARENT in os.environ:
         die_with_parent(int(os.environ[PARENT]))
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     cli.run_command(serve)

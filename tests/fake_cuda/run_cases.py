@@ -34,7 +34,11 @@ class DeviceProcess:
         with contextlib.suppress(BrokenPipeError):  # it has ended; its log says why
             self.process.stdin.write(json.dumps(case) + "\n")
             self.process.stdin.flush()
-        line = self.process.stdout.readline()  # for no longer than the test may take
+        try:
+            line = self.process.stdout.readline()  # for no longer than the test may take
+        except BaseException:
+            self.process.kill()  # else the next case would read this one's line
+            raise
         assert line, self.log.read_text()[-3000:]
         outcome: dict[str, Any] = json.loads(line)
         return outcome

@@ -144,7 +144,7 @@ class Memory:
         if key not in self.blocks:
             written = current(), current().issued
             self.blocks[key] = Block(current(), storage.nbytes(), weakref.ref(storage), written)
-            self.live += storage.nbytes()
+            self.live += self.blocks[key].nbytes  # without a call: another thread may take bytes off meanwhile
             self.most = max(self.most, self.live)
             weakref.finalize(storage, self._free, key)
         return self.blocks[key]

@@ -21,21 +21,18 @@ CAUSES: Bugs = {
             ("a batch is waited for without a deadline", '"timeout": BATCH_DEADLINE_S', '"timeout": 0'),
             ("what cannot be pickled passes", "pickle.dumps((dataset, collate_fn))", "pass"),
             ("a row's own error is the loader's", 'not str(error).startswith("DataLoader") and', "False and"),
-            (
-                "a lost connection is a row's error",
-                "except (RuntimeError, ConnectionError) as",
-                "except RuntimeError as",
-            ),
+            ("a lost connection is a row's error", "ConnectionError, EOFError)", "EOFError)"),
+            ("an ended connection is a row's error", "ConnectionError, EOFError)", "ConnectionError)"),
             (
                 "a row's lost connection is the loader's",
                 "(not broken or str(error)",
-                "(not isinstance(error, ConnectionError) or str(error)",
+                "(isinstance(error, RuntimeError) or str(error)",
             ),
         ],
     },
-    "megarl/launcher/local.py": {
+    "megarl/cli.py": {
         unit("launcher/test_local"): [
-            ("what a rank printed hides the cause", '"PYTHONUNBUFFERED": "1"', '"PYTHONUNBUFFERED": ""'),
+            ("what was printed stands below the error", "reconfigure(line_buffering=True)", "reconfigure()"),
         ],
     },
     "megarl/observe/logger.py": {

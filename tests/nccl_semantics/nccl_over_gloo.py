@@ -122,7 +122,12 @@ class Emulation:
                         operation = COLLECTIVES[int(other[0])]
                         sizes = described(other[1:].tolist()) if operation in SAME_SIZE else ""
                         raise NcclError(f"rank {rank} of the group has {operation} {sizes} in its place")
-                GLOO[method](group, *args, **kwargs).wait()
+                if method == "all_gather_single_coalesced":  # gloo's damages the heap (`megatron_patches.py`)
+                    outputs, inputs, *options = args
+                    for pair in zip(outputs, inputs, strict=True):
+                        GLOO["all_gather_single"](group, *pair, *options, **kwargs).wait()
+                else:
+                    GLOO[method](group, *args, **kwargs).wait()
 
             return communicator.submit(label, run)
 

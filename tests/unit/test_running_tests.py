@@ -118,6 +118,32 @@ def test_a_hang_outside_python_ends_the_process_and_says_where_it_was(
         assert "1 failed, 1 passed" in run.stdout
 
 
+HANGS_LATER = """
+import ctypes
+
+import pytest
+
+@pytest.fixture
+def late():
+    yield
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.PyDLL(None).pthread_mutex_lock
+    lock(mutex)
+    lock(mutex)
+
+def test_that_fails_and_hangs(late):
+    assert False
+"""
+
+
+def test_a_hang_after_a_failure_ends_the_process_too(tmp_path: Path) -> None:
+    (tmp_path / "test_hang.py").write_text(HANGS_LATER)
+    (tmp_path / "conftest.py").write_text(ENDING_HANGS)
+    run = run_tests(tmp_path, "0", *settings(limit_s=600))
+    assert run.returncode == 1
+    assert re.search(r'test_hang.py", line \d+ in late', run.stderr)
+
+
 TAKES_LONG = """
 import time
 
@@ -144,10 +170,11 @@ def test_that_is_stopped():
     os.kill(os.getpid(), signal.SIGSTOP)
 """
 ENDING = """
+import math
 import psutil
 from tests import running_tests
 
-running_tests.EVERY_S, running_tests.END_S = 0.5, 0.6
+running_tests.EVERY_S = 0.5
 
 class Ending(running_tests.RunningTests):
     stopped = False
@@ -157,7 +184,7 @@ class Ending(running_tests.RunningTests):
         return super().line()
 
     def _longest_s(self):
-        return super()._longest_s() if self.stopped else 0.0  # a busy machine comes late to the stop
+        return math.inf if self.stopped else 0.0  # a busy machine comes late to the stop
 
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):
@@ -171,4 +198,4 @@ def test_a_stopped_process_ends_the_suite_by_the_name_of_its_test(tmp_path: Path
     run = run_tests(tmp_path, "2")
     assert run.returncode == pytest.ExitCode.INTERRUPTED, run.stdout + run.stderr
     assert re.search(r"running: test_stop.py::test_that_is_stopped \(\d+ s\); processes: .* stopped in", run.stdout)
-    assert "a test runs for more than 0.6 s, and no limit ends it: the suite ends" in run.stdout
+    assert "a test runs for more than 4200 s, and no limit ends it: the suite ends" in run.stdout

@@ -209,15 +209,22 @@ def test_a_process_that_gives_no_batch_is_named(
         list(itertools.islice(stream, 4))
 
 
-def test_a_process_that_ends_in_the_middle_of_a_tensor_is_named() -> None:
+@pytest.mark.parametrize(
+    ("error", "named"),
+    [
+        (ConnectionResetError(104, "Connection reset by peer"), r"\[Errno 104\] Connection reset by peer"),
+        (EOFError(), "EOFError"),
+    ],
+)
+def test_a_process_that_ends_in_the_middle_of_a_tensor_is_named(error: Exception, named: str) -> None:
     stream = Batches(Rows(end), DatasetConfig(batch_size=1, shuffle=False, num_workers=1))
 
     def broken() -> Iterator[Any]:
-        raise ConnectionResetError(104, "Connection reset by peer")
+        raise error
         yield
 
     stream._rows = broken()
-    with pytest.raises(RuntimeError, match=r"gave no batch \(\[Errno 104\] Connection reset by peer\).*num_workers=1"):
+    with pytest.raises(RuntimeError, match=rf"gave no batch \({named}\).*num_workers=1"):
         next(stream)
 
 

@@ -23,7 +23,7 @@ rank = os.environ["RANK"]
 with open(os.path.join(sys.argv[1], ".pid_" + rank), "w") as file:
     file.write(str(os.getpid()))
 os.replace(file.name, os.path.join(sys.argv[1], "pid_" + rank))
-print("rank", rank, "of", os.environ["WORLD_SIZE"])  # unflushed: a rank's own output is not buffered
+print("rank", rank, "of", os.environ["WORLD_SIZE"], flush=True)
 {body}
 """
 
@@ -31,7 +31,6 @@ print("rank", rank, "of", os.environ["WORLD_SIZE"])  # unflushed: a rank's own o
 @pytest.fixture
 def rank_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{Path(local.__file__).parents[2]}")
-    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     return tmp_path / "rank_module.py"
 
 
@@ -78,6 +77,43 @@ def test_the_last_line_has_the_cause_and_what_the_rank_said_of_it(
 ) -> None:
     rank_module.write_text(RANK.format(body=f"if rank == '1': {end}"))
     assert local.run_ranks("rank_module", [str(tmp_path)], 2, tmp_path) == code
+    said = cause.format("before it had joined the other ranks")
+    assert capsys.readouterr().err.splitlines()[-1] == f"megarl: the run ended because rank 1 {said}"
+
+
+COMMAND = """
+import os
+from megarl import cli
+from megarl.knobs import UserError
+
+def command(arguments):
+    print("step 12")
+    if os.environ["RANK"] == "1":
+        raise {error}("no such folder")
+    return 0
+
+cli.exit_with(command)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        ("UserError", "ended with code 2 {}: no such folder"),
+        ("ValueError", "ended with code 1 {}: ValueError: no such folder"),
+    ],
+)
+def test_what_a_command_printed_does_not_hide_its_error(
+    error: str,
+    cause: str,
+    rank_module: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    rank_module.write_text(COMMAND.format(error=error))
+    local.run_ranks("rank_module", [], 2, tmp_path)
     said = cause.format("before it had joined the other ranks")
     assert capsys.readouterr().err.splitlines()[-1] == f"megarl: the run ended because rank 1 {said}"
 

@@ -149,6 +149,11 @@ def cores() -> int:
     return min(len(os.sched_getaffinity(0)), 4)
 
 
+def stolen_s() -> float:
+    """Processor time that the host has given to other virtual machines, of all processors together."""
+    return int(Path("/proc/stat").read_text().split()[8]) / os.sysconf("SC_CLK_TCK")
+
+
 def run_beside_each_other(code: str, per_core: int) -> list[SandboxResult]:
     """Runs `per_core` copies of a program a core at once, each with 1.5 s of processor time, of 4 cores at most."""
     results: list[SandboxResult] = []
@@ -225,7 +230,10 @@ def test_a_wait_for_a_processor_is_no_sleep() -> None:
     # No server is started beside the measured runs, where a client that waits counts as sleep.
     with client._servers(6 * cores()):
         pass
+    before = stolen_s()
     results = run_beside_each_other(code, 6)
+    if (stolen := stolen_s() - before) > 0.3:  # which no process can tell from sleep
+        pytest.skip(f"the host gave {stolen:.1f} s of this virtual machine's processors to others meanwhile")
     assert [done.status for done in results] == ["ok"] * len(results)
     assert max(done.sleep_s for done in results) < 0.3
 
