@@ -19,7 +19,7 @@ import aiohttp
 import pytest
 
 needs_chromium = pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
     *("--disable-background-networking", "--disable-component-update", "--remote-debugging-port=0"),

@@ -205,7 +205,7 @@ def solve(base_url, api_key, data):
     for turn in ("Are you sure?", None):
         body = json.dumps({"messages": messages}).encode()
         request = urllib.request.Request(f"{base_url}/chat/completions", body, {"Authorization": f"Bearer {api_key}"})
-        with urllib.request.urlopen(request, timeout=100) as reply:
+        with urllib.request.urlopen(request, timeout=300) as reply:
             answer = json.load(reply)["choices"][0]["message"]["content"]
         messages.append({"role": "assistant", "content": answer})
         if turn:

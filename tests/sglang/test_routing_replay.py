@@ -88,7 +88,7 @@ def sampled(client: RemoteSGLangEngine) -> PackedBatch:
     async def ask() -> list[Any]:
         return list(await asyncio.gather(*(client.agenerate_group(ModelRequest(ids, GCONFIG)) for ids in PROMPTS)))
 
-    groups = client.submit(ask()).result(120)
+    groups = client.submit(ask()).result(900)
     packed = [pack(pad_responses(group, [float(i) for i in range(len(group))]), "test") for group in groups]
     for index, group in enumerate(packed):
         group.set_sequences("group_ids", torch.full((group.num_seqs,), index))
@@ -165,7 +165,7 @@ def test_a_cached_prompt_has_the_routes_of_the_pass_that_read_it(
 ) -> None:
     client, servers = served
     prompt, gconfig = [9, 33, 120, 7, 7, 250], GenerationHyperparameters(max_new_tokens=20)
-    first = client.submit(client.agenerate(ModelRequest(prompt, gconfig))).result(120)
+    first = client.submit(client.agenerate(ModelRequest(prompt, gconfig))).result(900)
     read = [*prompt, *first.output_tokens]  # a later turn continues them; no pass has read the last one
     asked = {"input_ids": [*read, 61, 62, 63], "sampling_params": {"max_new_tokens": 2, "ignore_eos": True}}
     answer = post(servers, "generate", return_routed_experts=True, **asked)

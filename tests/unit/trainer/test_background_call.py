@@ -16,7 +16,7 @@ from megarl.parallel import platform
 from megarl.trainer import background_call
 from megarl.trainer.background_call import BackgroundCall
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 CONTEXT = contextvars.ContextVar("test_background_call", default="")
 
 
