@@ -107,7 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[STALLS] = clocks.Stalls(seconds)
     config.pluginmanager.register(hangs.Hangs())
     if not hasattr(config, "workerinput"):  # its workers have a terminal reporter too, which nobody sees
-        config.pluginmanager.register(RunningTests(*([] if quick else [fuzzing.LONG_LIMIT_S + 300])))
+        config.pluginmanager.register(RunningTests() if quick else RunningTests(fuzzing.LONG_LIMIT_S + 300))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

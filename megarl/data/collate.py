@@ -181,12 +181,13 @@ class Batches:
                 self._rows = iter(self.loader)
             return next(self._rows)
         except (RuntimeError, ConnectionError, EOFError) as error:
+            said = str(error)  # a row's own error in a process begins with "Caught"
             # A process that ends in the middle of a tensor ends its connection.
-            broken = not isinstance(error, RuntimeError) and self.loader.num_workers > 0
-            if not str(error).startswith("DataLoader") and (not broken or str(error).startswith("Caught")):
-                raise  # a row's own error
+            lost = not isinstance(error, RuntimeError) and self.loader.num_workers > 0 and not said.startswith("Caught")
+            if not (lost or said.startswith("DataLoader")):
+                raise
             raise RuntimeError(
-                f"the processes that load rows gave no batch ({str(error) or 'EOFError'}); what they printed is above; "
+                f"the processes that load rows gave no batch ({said or 'EOFError'}); what they printed is above; "
                 f"num_workers={self.loader.num_workers} can be set to 0, which loads in the trainer"
             ) from error
 

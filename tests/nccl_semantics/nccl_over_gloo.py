@@ -39,6 +39,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout, _world
 
+from megarl.parallel import megatron_patches
 from tests.nccl_semantics.communicator import Communicator, NcclError, Watchdog, Work
 
 COLLECTIVES = (
@@ -47,6 +48,7 @@ COLLECTIVES = (
     *("reduce_scatter_single_coalesced", "all_to_all_single", "gather", "scatter", "barrier"),
 )
 SAME_SIZE = ("allreduce", "broadcast", "reduce", "all_gather_single", "reduce_scatter_single")  # on every rank
+megatron_patches._gather_apart()  # gloo carries here, too
 GLOO = {name: getattr(dist.ProcessGroup, name) for name in (*COLLECTIVES, "send", "recv")}
 BUILD_TAG, PAIR_TAG, BATCH_TAG = 101, 103, 105  # and the next one, for headers
 DTYPES = [str(dtype) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
@@ -122,12 +124,7 @@ class Emulation:
                         operation = COLLECTIVES[int(other[0])]
                         sizes = described(other[1:].tolist()) if operation in SAME_SIZE else ""
                         raise NcclError(f"rank {rank} of the group has {operation} {sizes} in its place")
-                if method == "all_gather_single_coalesced":  # gloo's damages the heap (`megatron_patches.py`)
-                    outputs, inputs, *options = args
-                    for pair in zip(outputs, inputs, strict=True):
-                        GLOO["all_gather_single"](group, *pair, *options, **kwargs).wait()
-                else:
-                    GLOO[method](group, *args, **kwargs).wait()
+                GLOO[method](group, *args, **kwargs).wait()
 
             return communicator.submit(label, run)
 

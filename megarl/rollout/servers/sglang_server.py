@@ -316,8 +316,8 @@ class SGLangServers:
         self.config = config
         self.api_key = api_key or secrets.token_hex(24)  # hex: SGLang reads a leading "-" as an option
         self._held = [] if config.port else hold_ports(config.host, config.n_servers)
-        ports = [held.getsockname()[1] for held in self._held]
-        ports = ports or list(range(config.port, config.port + config.n_servers))
+        drawn = [held.getsockname()[1] for held in self._held]
+        ports = drawn or range(config.port, config.port + config.n_servers)
         args: dict[str, Any] = {
             "model_path": str(Path(model_path).resolve()),
             "host": config.host,
